@@ -59,7 +59,7 @@ PYTEST = env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytes
 QUICK = $(PYTEST) -m "not slow and not full" --numprocesses $(WORKERS) --dist worksteal
 test: $(READY)
 ifdef ROOM
-	@$(QUICK) $(wildcard tests/$(ROOM) tests/*/$(ROOM))
+	@$(QUICK) $(wildcard tests/$(ROOM) tests/*/$(ROOM) tests/*/*/$(ROOM))
 else
 	@mkdir -p build
 	@echo "the static checks run beside the tests: build/check.log"

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ktc.model.experts import coded_kernels
-from ktc.model.experts.coded_matrices import CodedMatrices
-from ktc.model.experts.panels import panels_of
+from ktc.model.experts.gpu import coded_kernels
+from ktc.model.experts.layouts.coded_matrices import CodedMatrices
+from ktc.model.experts.layouts.panels import panels_of
 
 LAUNCHES = 10
 # Name, format, group, experts, rows of gate, columns, experts per token.

@@ -41,7 +41,7 @@ from ktc.model.attention.latent import attend, latent_scores
 from ktc.model.attention.paged_tensor import PAGE, PagedTensor, PageTable
 from ktc.model.attention.sparsity import FORMATS, Sparsity, Traffic
 from ktc.model.attention.up_projection import UpProjection
-from ktc.model.experts.packed import zeros_on_huge_pages
+from ktc.model.experts.layouts.packed import zeros_on_huge_pages
 from ktc.model.kernels.attention_spec import ISAS, AttentionSpec
 from ktc.model.kernels.linear_spec import ISAS as CODE_ISAS
 from ktc.stages.codegen.build import build

@@ -24,10 +24,10 @@ import torch
 from kept_experts import Traced, choices_of, keep, numbers
 from torch.nn import functional as F
 
-from ktc.model.experts.kept_division import FEWEST, Division
+from ktc.model.experts.host.stream_copies import copies_to
+from ktc.model.experts.kept.kept_division import FEWEST, Division
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.stream_copies import copies_to
-from ktc.model.experts.stream_ring import rings
+from ktc.model.experts.streamed.stream_ring import rings
 
 NEVER: Final = 1 << 30  # tokens
 ENGINES: Final = ("divided", "bus", "cpu", "rest")

@@ -28,8 +28,8 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 
-from ktc.model.experts.kept_experts import PERIOD
-from ktc.model.experts.kept_policy import DECAY, Exchange, exchanges, first_kept
+from ktc.model.experts.kept.kept_experts import PERIOD
+from ktc.model.experts.kept.kept_policy import DECAY, Exchange, exchanges, first_kept
 from ktc.model.experts.module import FusedMoe
 
 TRACES: Final = ("even", "zipf", "counted", "drifting")

@@ -23,8 +23,8 @@ import torch
 
 from ktc.foundation import host
 from ktc.model.attention.decode import DecodeAttention, KVCacheView
-from ktc.model.experts.lora import ExpertsLora, Lora
-from ktc.model.experts.packed import PackedExperts
+from ktc.model.experts.layouts.packed import PackedExperts
+from ktc.model.experts.trained.lora import ExpertsLora, Lora
 from ktc.model.kernels.attention_spec import AttentionSpec
 from ktc.model.kernels.form import ExpertsSizes, parse_form
 from ktc.model.kernels.fused_moe_spec import FusedMoeSpec

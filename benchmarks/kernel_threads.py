@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from ktc.foundation import host
+from ktc.model.experts.layouts.packed import PackedExperts
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.weights import ExpertsWeights
 from ktc.model.kernels import openmp
 from ktc.model.kernels.form import ExpertsSizes, parse_form

@@ -182,8 +182,8 @@ def layer_speed(shape: str) -> dict[str, float]:
     import torch
 
     from ktc.foundation import host
+    from ktc.model.experts.layouts.packed import PackedExperts
     from ktc.model.experts.module import FusedMoe
-    from ktc.model.experts.packed import PackedExperts
     from ktc.model.experts.weights import ExpertsWeights
     from ktc.model.kernels.form import ExpertsSizes, parse_form
     from ktc.model.kernels.fused_moe_spec import FusedMoeSpec

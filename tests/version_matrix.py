@@ -26,7 +26,8 @@ TESTS = (
     "tests/stages/capture/test_capture.py",
     "tests/stages/match/test_match.py", "tests/stages/rewrite",
     "tests/stages/proof", "tests/model/loading/test_load.py", "tests/end_to_end/test_compiled_model.py",
-    "tests/model/experts/test_peft.py", "tests/model/linears/test_lora_linear.py", "tests/training", "tests/adapters",
+    "tests/model/experts/trained/test_peft.py", "tests/model/linears/test_lora_linear.py", "tests/training",
+    "tests/adapters",
     "tests/inference/generate", "tests/inference/evaluate", "tests/inference/serving/test_server.py",
     "tests/learning", "tests/tools/llama_factory/test_settings.py",
 )  # fmt: skip

@@ -33,7 +33,7 @@ from transformers import (
 from transformers.utils import logging
 
 import ktc
-from ktc.model.experts.backend import Offload
+from ktc.model.experts.backends.backend import Offload
 from ktc.model.experts.module import FusedMoe
 from ktc.model.loading.peft_glue import read_lora_config
 from ktc.training import KTrainer

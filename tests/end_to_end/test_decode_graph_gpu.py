@@ -13,6 +13,7 @@ from engine_answers import PROMPTS, Served, config_of
 from recorded_steps import record_eagerly
 from row_pairs import Replayed
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 import ktc
 from ktc.inference.serving.request import Limits
@@ -74,12 +75,21 @@ def test_a_replayed_step_is_the_eager_one(
     model = load(family, plan=f"{BEHIND_A_ROUTER}\nplan {{" if family == "llama4_text" else "plan {")
     with caplog.at_level(logging.WARNING):
         assert all(compared(model, rows) <= 0.02 for rows in (1, 3))
-    assert not [record for record in caplog.records if "L451" in record.getMessage()]
+    assert [record.getMessage() for record in caplog.records if "L451" in record.getMessage()] == []
     assert len(model.decode_graphs._steps) == 2
 
 
 @pytest.mark.parametrize("cache", ["offloaded", "offloaded_static", "static"])
-def test_absorbed_attention_reads_the_caches_of_transformers(cache: str, load: Callable[..., Any]) -> None:
+def test_absorbed_attention_reads_the_caches_of_transformers(
+    cache: str, load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefetch = Cache.prefetch
+
+    def after_the_copies(self: Cache, *given: Any) -> None:  # transformers 5.17 begins to read before they have ended
+        torch.cuda.synchronize()
+        prefetch(self, *given)
+
+    monkeypatch.setattr(Cache, "prefetch", after_the_copies)
     model = load("deepseek_v2")
     wanted = generated(model, 3, 12, disable_compile=True)
     found = generated(model, 3, 12, cache_implementation=cache, disable_compile=True)

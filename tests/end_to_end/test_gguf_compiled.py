@@ -16,8 +16,8 @@ import ktc
 from ktc.cli.app import main
 from ktc.compiler import analyse
 from ktc.foundation.host import find_compiler
+from ktc.model.experts.layouts.stock_layout import canonical_parts
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.stock_layout import canonical_parts
 from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.stages.plan import Plan
 

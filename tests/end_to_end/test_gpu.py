@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import ktc
 from ktc.foundation import resources
-from ktc.model.experts.backend import Offload
+from ktc.model.experts.backends.backend import Offload
 from ktc.model.experts.module import FusedMoe
 from ktc.model.loading.peft_glue import read_lora_config
 from ktc.training import KTrainer

@@ -19,8 +19,8 @@ from torch import Tensor
 import ktc
 from ktc.diagnostics import InputRefused
 from ktc.inference.serving.metrics import Metrics
-from ktc.model.experts import kept_division, kept_experts, kept_policy
-from ktc.model.experts.backend import Kept, Offload
+from ktc.model.experts.backends.backend import Kept, Offload
+from ktc.model.experts.kept import kept_division, kept_experts, kept_policy
 from ktc.model.experts.module import FusedMoe
 from ktc.model.loading.kept import add_counts, begin_with, keep_experts, kept_layers, kept_stores
 

@@ -22,7 +22,7 @@ from ktc.foundation import host
 from ktc.foundation.formats import WeightFormat
 from ktc.model.checkpoint import gguf_values, open_index
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.quantised_reference import dequantise
+from ktc.model.experts.references.quantised_reference import dequantise
 from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.packed_store import stored_experts, weight_store
 from ktc.stages.capture.weights import map_weights

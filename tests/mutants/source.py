@@ -62,13 +62,13 @@ MUTANTS = (
         "tests/model/experts",
     ),
     Mutant(
-        "ktc/model/experts/lora.py",
+        "ktc/model/experts/trained/lora.py",
         "return torch.nn.functional.linear(torch.nn.functional.linear(x, a), b) * self.scale",
         "return torch.nn.functional.linear(torch.nn.functional.linear(x, a), b)",
         "tests/model/experts",
     ),
     Mutant(
-        "ktc/model/experts/quantised_reference.py",
+        "ktc/model/experts/references/quantised_reference.py",
         "zero = largest < 2.0**-100",
         "zero = largest < 2.0**-10",
         "tests/model/experts",

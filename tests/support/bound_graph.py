@@ -5,9 +5,9 @@ from __future__ import annotations
 from kernel_layers import experts_of
 from torch import fx, nn
 
+from ktc.model.experts.layouts.stock_layout import canonical_parts, stock_names
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.own_module import ExpertStack
-from ktc.model.experts.stock_layout import canonical_parts, stock_names
 from ktc.model.graph.typed import named_modules, owner_of
 from ktc.model.loading.graph_block import stacked_experts
 from ktc.model.targets.module_target import replaced

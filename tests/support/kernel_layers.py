@@ -15,11 +15,11 @@ from torch import Tensor
 from ktc.foundation import host
 from ktc.foundation.formats import WeightFormat
 from ktc.foundation.isa import Isa
+from ktc.model.experts.layouts.packed import Numa, PackedExperts
+from ktc.model.experts.layouts.stock_layout import StockTensor, stock_names, stock_shape
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.packed import Numa, PackedExperts
-from ktc.model.experts.reference import fused_moe_reference
-from ktc.model.experts.stock_layout import StockTensor, stock_names, stock_shape
-from ktc.model.experts.weight_training import FROZEN, WeightTraining
+from ktc.model.experts.references.reference import fused_moe_reference
+from ktc.model.experts.trained.weight_training import FROZEN, WeightTraining
 from ktc.model.experts.weights import ExpertsWeights
 from ktc.model.kernels.form import ExpertsForm, ExpertsSizes, parse_form
 from ktc.model.kernels.fused_moe_spec import KERNELS, FusedMoeSpec

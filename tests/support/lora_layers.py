@@ -8,9 +8,9 @@ import torch
 from kernel_layers import Layer, error
 from torch import Tensor
 
-from ktc.model.experts.lora import ExpertsLora, Lora
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.reference import fused_moe_reference
+from ktc.model.experts.references.reference import fused_moe_reference
+from ktc.model.experts.trained.lora import ExpertsLora, Lora
 
 # Of torch's generator before a call, which draws the seed of its dropout. `torch.manual_seed` would also take a lock of
 # `torch.cuda`, which stays locked in a child that is forked while another thread seeds: the child then waits for ever.

@@ -8,9 +8,9 @@ import torch
 from kernel_layers import ISAS, Layer, built, experts_of, random_layer, spec_of
 
 from ktc.foundation.formats import BLOCKS, FORMATS, Codes
-from ktc.model.experts.block_reference import random_blocks
+from ktc.model.experts.layouts.stock_layout import canonical_parts
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.stock_layout import canonical_parts
+from ktc.model.experts.references.block_reference import random_blocks
 from ktc.model.kernels.form import ExpertsForm
 from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 

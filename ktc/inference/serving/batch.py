@@ -3,7 +3,7 @@
 In: generations whose prompts are prefilled. Out: the logits of every sequence's next token, (rows, V) in fp32. Where
 steps are CUDA graphs, they are there when `finish` returns; meanwhile the caller may enqueue what reads them, and begin
 the next step with tokens that are on the device alone. Rows may leave while one is under way: its logits are of those
-that it had begun with. Its position in a row that has left is nobody's, and `row` leaves it out.
+that it had begun with. `row` leaves out its position, which a row that has ended does not need.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class RowBatch:
         return running
 
     def row(self, at: int) -> CachedRow:
-        """Return a sequence's keys and values but those of its last token, for later requests."""
+        """Return a sequence's keys and values, for later requests; its last token has none."""
         if isinstance(self._rows, RowMemory):
             return self._rows.row(at, len(self.running[at].tokens) - 1)
         return self._rows.row(at)
@@ -153,7 +153,7 @@ class RowBatch:
         """
         assert self._graphs is not None and isinstance(self._rows, RowMemory)
         try:
-            logits, wait = self._graphs.again(self._rows, tokens.clamp_min(0))  # -1 is no token, and ends its row
+            logits, wait = self._graphs.again(self._rows, tokens.clamp_min(0))  # a row with -1 ends
             self._under_way.append(PendingStep(wait))
             self._rows.appended()
             self._ahead = BegunStep(tuple(self.running), logits)

@@ -10,7 +10,7 @@ from typing import Final
 
 from torch import Tensor
 
-from ktc.model.experts.packed import zeros_on_huge_pages
+from ktc.model.experts.layouts.packed import zeros_on_huge_pages
 
 ROOM: Final = 256  # columns: the steps between two copies of all rows
 

@@ -121,7 +121,7 @@ class Choice:
 
     @classmethod
     def begin(cls, generations: Sequence[Generation], logits: Tensor) -> Choice:
-        """Enqueue the choice from logits (rows, V), which waits for nothing but processors that do.
+        """Enqueue the choice from logits (rows, V). It waits for the device only where a processor does.
 
         Sequences that draw with the same processors share their passes. Each has random numbers of its own.
         """

@@ -29,7 +29,7 @@ from ktc.model.decode_steps.cuda_graph import DecodeGraphs, StepRecorder, layer_
 from ktc.model.decode_steps.device_feed import feed
 from ktc.model.decode_steps.graph_replay import Compute, Replay, Wait
 from ktc.model.decode_steps.model_state import foreign_hook
-from ktc.model.experts.host_node import HostNodes
+from ktc.model.experts.host.host_node import HostNodes
 
 
 @dataclass(frozen=True, slots=True)

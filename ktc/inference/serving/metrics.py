@@ -19,7 +19,7 @@ from prometheus_client import (
 from torch import nn
 
 from ktc.inference.serving.engine import Engine
-from ktc.model.experts.kept_experts import KeptExperts
+from ktc.model.experts.kept.kept_experts import KeptExperts
 from ktc.model.loading.kept import kept_stores
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST

@@ -18,7 +18,7 @@ from ktc.model.attention.decode import DecodeAttention
 from ktc.model.attention.int8_decode import Int8DecodeAttention, quantised
 from ktc.model.attention.int8_tensor import Int8Tensor
 from ktc.model.attention.paged_tensor import PAGE, PagedTensor, PageTable
-from ktc.model.experts.packed import zeros_on_huge_pages
+from ktc.model.experts.layouts.packed import zeros_on_huge_pages
 from ktc.model.kernels.kernel_library import Kernel
 
 _FEWEST: Final = 8  # pages

@@ -23,7 +23,7 @@ from ktc.inference.serving.pages import LayerRow, PagePool
 from ktc.inference.serving.row_cache import CachedRow
 from ktc.model.attention.step_index import IndexedLayer, StepIndex, signs_on
 from ktc.model.decode_steps.step_memory import StepLayer, capacity_for, rounded
-from ktc.model.experts.packed import zeros_on_huge_pages
+from ktc.model.experts.layouts.packed import zeros_on_huge_pages
 
 ROOM: Final = 16  # columns: the fewest steps between two moves of all rows
 STANDING: Final = 1 << 29  # bytes: memory up to this size has room for rows that may come, so it seldom moves

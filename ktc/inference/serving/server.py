@@ -144,9 +144,9 @@ def default_chunk(model: Any) -> int:
     """
     from ktc.inference.serving.graph_rows import GraphRows
     from ktc.inference.serving.model_runner import unbatched_reason
+    from ktc.model.experts.backends.resident_backend import GpuResident
+    from ktc.model.experts.backends.streamed_backend import Streamed
     from ktc.model.experts.module import FusedMoe
-    from ktc.model.experts.resident_backend import GpuResident
-    from ktc.model.experts.streamed_backend import Streamed
 
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     graphs = GraphRows.of(base)

@@ -78,7 +78,7 @@ class Worker:
                     self._decode(decision.adapter)
 
     def drain(self) -> None:
-        """Read the tokens of steps that were begun ahead, and emit all events: for whatever is no next step."""
+        """Read the tokens of steps that were begun ahead, and emit all events, before other work than steps."""
         for adapter, batch in tuple(self.batches.items()):
             if batch.is_ahead:
                 self._step(adapter)

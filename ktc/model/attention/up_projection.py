@@ -13,7 +13,7 @@ import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
-from ktc.model.experts.lora import Factors
+from ktc.model.experts.trained.lora import Factors
 from ktc.model.linears.lora_linear import FusedLinear
 from ktc.model.linears.plain import has_hooks, is_plain_linear
 

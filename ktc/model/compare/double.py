@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ktc.model.experts.grouped_products import outer, times_columns
 from ktc.model.experts.private_api import TorchDispatchMode, pytree
+from ktc.model.experts.products.grouped_products import outer, times_columns
 
 
 class InDouble(TorchDispatchMode):

@@ -24,9 +24,9 @@ from ktc.foundation.formats import CODES, FORMATS
 from ktc.foundation.module_paths import is_inside
 from ktc.model.checkpoint import WeightSource
 from ktc.model.compare.experts import Experts, experts_of, own_step
-from ktc.model.experts.block_reference import dequantise_blocks, quantise_blocks
-from ktc.model.experts.own_layout import TensorLayout
-from ktc.model.experts.quantised_reference import dequantise, int8_product, quantise
+from ktc.model.experts.layouts.own_layout import TensorLayout
+from ktc.model.experts.references.block_reference import dequantise_blocks, quantise_blocks
+from ktc.model.experts.references.quantised_reference import dequantise, int8_product, quantise
 from ktc.model.kernels.form import parse_form
 from ktc.model.manifest.manifest import Manifest, Rewrite, config_of
 

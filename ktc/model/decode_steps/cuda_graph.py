@@ -32,10 +32,10 @@ from ktc.model.decode_steps.graph_replay import Record, Replay, Wait, record_gra
 from ktc.model.decode_steps.model_state import ModelState, foreign_hook
 from ktc.model.decode_steps.step_ahead import PendingStep, StepAhead
 from ktc.model.decode_steps.step_memory import DOUBLED, StepMemory, batch_of, capacity_for, length_of, rounded, unfit
-from ktc.model.experts.beside import SideStream, StreamOrder
-from ktc.model.experts.host_node import HostNodes, Launch, on_current_stream
+from ktc.model.experts.host.beside import SideStream, StreamOrder
+from ktc.model.experts.host.host_node import HostNodes, Launch, on_current_stream
+from ktc.model.experts.layouts.packed import PackedExperts
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.packed import PackedExperts
 from ktc.model.kernels.step_context import StepContext
 
 log = logging.getLogger(__name__)
@@ -78,6 +78,7 @@ class _Refusal:
     of_state: bool
 
 
+_BROKEN: Final = "previous error during capture"  # in the words of CUDA
 _ALL: Final[weakref.WeakSet[DecodeGraphs]] = weakref.WeakSet()
 
 
@@ -201,7 +202,7 @@ class DecodeGraphs:
                 self._steps[id(memory)] = capture(model, memory, inputs, self.recorder)
             return self._steps[id(memory)]
         except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # of code that cannot be captured
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            reason = _reason_of(error)
             self._memories.clear()
             self._steps.clear()
             # pinned memory has a RuntimeError with these words
@@ -260,6 +261,13 @@ class DecodeGraphs:
             message = f"a decoding step runs without {self.recorder.form}: {reason}"
             hint = f"see `ktc explain {self.recorder.code}`"
             log.warning("%s", render([Diagnostic(self.recorder.code, message, hint=hint, severity="warning")]))
+
+
+def _reason_of(error: BaseException) -> str:
+    """Return the first line of an error. The end of a capture reports that an error came before: that one counts."""
+    while error.__context__ is not None and _BROKEN in str(error):
+        error = error.__context__
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _misshapen(inputs: Mapping[str, Any]) -> str:

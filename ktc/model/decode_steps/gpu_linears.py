@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ktc.model.experts.backends.tracing import never_traced
 from ktc.model.experts.load_state import LoadState
 from ktc.model.experts.private_api import version_of
-from ktc.model.experts.tracing import never_traced
 from ktc.model.graph.typed import named_modules
 from ktc.model.hf.foreign_errors import first_line
 from ktc.model.hf.patching import Patch

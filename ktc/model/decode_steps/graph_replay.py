@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ktc.model.decode_steps.filled_scalars import FilledScalars
 from ktc.model.decode_steps.host_constants import GivenConstants, HostConstant, NotedConstants
-from ktc.model.experts.host_node import HostNodes
+from ktc.model.experts.host.host_node import HostNodes
 from ktc.model.kernels.step_context import StepContext
 
 _WARM: Final = 2  # steps before the capture, in which libraries and allocators set themselves up

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from ktc.model.attention.key_index import carried, length_of
-from ktc.model.experts.packed import zeros_on_huge_pages
+from ktc.model.experts.layouts.packed import zeros_on_huge_pages
 
 _ROOM: Final = 64  # tokens: the steps between two copies, and at most this many unused rows
 

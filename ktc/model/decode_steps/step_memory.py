@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 
 from ktc.model.attention.step_index import IndexedLayer, StepIndex
 from ktc.model.decode_steps.growing_cache import GrowingLayer
-from ktc.model.experts.packed import zeros_on_huge_pages
+from ktc.model.experts.layouts.packed import zeros_on_huge_pages
 from ktc.model.kernels.triton_support import lacking
 
 _WHOLE: Final = (DynamicLayer, GrowingLayer)

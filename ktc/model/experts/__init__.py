@@ -1,1 +1,1 @@
-"""The routed experts of a layer: form, PyTorch reference, weight formats, LoRA, packed weights and kernels."""
+"""The routed experts of a layer: `module` and `weights`, and below them the rooms that compute, send and store them."""

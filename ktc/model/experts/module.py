@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.model.experts.backend import ExpertsBackend, Offload, choose
-from ktc.model.experts.cpu_backend import Activations
-from ktc.model.experts.frozen_weights import tell_of_frozen
-from ktc.model.experts.kept_experts import KeptLayer
-from ktc.model.experts.lora import ExpertsLora
+from ktc.model.experts.backends.backend import ExpertsBackend, Offload, choose
+from ktc.model.experts.backends.cpu_backend import Activations
+from ktc.model.experts.kept.kept_experts import KeptLayer
+from ktc.model.experts.layouts.stock_layout import stock_names
 from ktc.model.experts.private_api import ConversionHook, LoadHooks
-from ktc.model.experts.stock_layout import stock_names
+from ktc.model.experts.trained.frozen_weights import tell_of_frozen
+from ktc.model.experts.trained.lora import ExpertsLora
 from ktc.model.experts.weights import ExpertsWeights
 from ktc.model.kernels.form import ExpertPart, ExpertsForm
 from ktc.model.kernels.step_context import StepContext

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from ktc.model.experts.any_top_k import RoutedCall
-from ktc.model.experts.own_layout import Called, Role, TensorLayout
-from ktc.model.experts.stock_layout import StockTensor, stock_tensors
+from ktc.model.experts.backends.any_top_k import RoutedCall
+from ktc.model.experts.layouts.own_layout import Called, Role, TensorLayout
+from ktc.model.experts.layouts.stock_layout import StockTensor, stock_tensors
 from ktc.model.kernels.form import ExpertsForm
 
 

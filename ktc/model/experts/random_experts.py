@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ktc.foundation import host
 from ktc.foundation.formats import STORED
-from ktc.model.experts.block_reference import random_blocks
+from ktc.model.experts.layouts.packed import PackedExperts
+from ktc.model.experts.layouts.stock_layout import parts_of
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.packed import PackedExperts
-from ktc.model.experts.stock_layout import parts_of
+from ktc.model.experts.references.block_reference import random_blocks
 from ktc.model.kernels.form import ExpertPart, ExpertsForm
 
 STD: Final = 0.02  # of a weight: as models are initialised

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from ktc.diagnostics import InputRefused
 from ktc.model.checkpoint.int4 import WHOLE_ROW
-from ktc.model.experts.expert_stream import renew_streams
-from ktc.model.experts.kept_experts import renew_kept
+from ktc.model.experts.kept.kept_experts import renew_kept
+from ktc.model.experts.layouts.packed import PackedExperts
+from ktc.model.experts.layouts.stock_layout import StockTensor, canonical_parts, parts_of, stock_names, stock_shape
 from ktc.model.experts.load_state import Loads
-from ktc.model.experts.lora import NO_LORA, ExpertsLora
-from ktc.model.experts.packed import PackedExperts
-from ktc.model.experts.stock_layout import StockTensor, canonical_parts, parts_of, stock_names, stock_shape
-from ktc.model.experts.weight_training import FROZEN, State, WeightTraining, not_rounded, state_of
+from ktc.model.experts.streamed.expert_stream import renew_streams
+from ktc.model.experts.trained.lora import NO_LORA, ExpertsLora
+from ktc.model.experts.trained.weight_training import FROZEN, State, WeightTraining, not_rounded, state_of
 from ktc.model.kernels.form import ExpertPart, ExpertsForm, ExpertsSizes
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.nn import functional
 
 from ktc.model.experts.private_api import schema_of
-from ktc.model.experts.reference import fused_moe_reference
+from ktc.model.experts.references.reference import fused_moe_reference
 from ktc.model.graph.typed import input_of, nodes_in, tensor_of
 from ktc.model.kernels.form import parse_form
 

@@ -20,7 +20,7 @@ from ktc.model.kernels.kernel_library import Arguments, Engine
 if TYPE_CHECKING:
     from ktc.model.attention.sparse import FollowedLayer
     from ktc.model.decode_steps.step_ahead import StepAhead
-    from ktc.model.experts.host_node import HostNodes
+    from ktc.model.experts.host.host_node import HostNodes
 
 _NAME = "step_context"  # of the attribute of a module
 

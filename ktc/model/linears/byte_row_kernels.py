@@ -21,8 +21,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ktc.model.experts.coded_matrices import CodedMatrices
-from ktc.model.experts.panels import WIDTH
+from ktc.model.experts.layouts.coded_matrices import CodedMatrices
+from ktc.model.experts.layouts.panels import WIDTH
 from ktc.model.linears.plain_row_kernels import MOST
 
 # Warps of a program, and blocks that each reads before it multiplies, by the most panels of a matrix: its sums have the

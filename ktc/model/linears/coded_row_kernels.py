@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ktc.model.experts.code_kernels import number_of, scale_of
-from ktc.model.experts.coded_kernels import SCALE_DTYPES, constants_of, panel_sums
-from ktc.model.experts.coded_matrices import CodedMatrices
-from ktc.model.experts.panels import WIDTH
+from ktc.model.experts.gpu.code_kernels import number_of, scale_of
+from ktc.model.experts.gpu.coded_kernels import SCALE_DTYPES, constants_of, panel_sums
+from ktc.model.experts.layouts.coded_matrices import CodedMatrices
+from ktc.model.experts.layouts.panels import WIDTH
 from ktc.model.kernels.triton_support import has_gluon
 
 _MANY_PANELS: Final = 512

@@ -18,12 +18,11 @@ from torch.nn import functional as F
 
 from ktc.diagnostics import Diagnostic, render
 from ktc.foundation.formats import FORMATS, WeightFormat
-from ktc.model.experts import grouped_products
-from ktc.model.experts.coded_check import check_codes, random_matrices, require_equal
-from ktc.model.experts.coded_matrices import CodedMatrices
-from ktc.model.experts.panel_codes import codes_of
-from ktc.model.experts.panels import WIDTH, by_output, panels_of
-from ktc.model.experts.stream_sizes import MOST_ROWS
+from ktc.model.experts.layouts.coded_matrices import CodedMatrices
+from ktc.model.experts.layouts.panel_codes import MOST_ROWS, codes_of
+from ktc.model.experts.layouts.panels import WIDTH, by_output, panels_of
+from ktc.model.experts.products import grouped_products
+from ktc.model.experts.products.coded_check import check_codes, random_matrices, require_equal
 
 log = logging.getLogger(__name__)
 

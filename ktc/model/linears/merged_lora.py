@@ -12,7 +12,7 @@ from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
 
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.model.experts.lora import Factors
+from ktc.model.experts.trained.lora import Factors
 from ktc.model.linears.trained_linear import TrainedLinear
 
 

@@ -19,9 +19,9 @@ from torch.autograd.function import once_differentiable
 
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.foundation import host
-from ktc.model.experts.coded_matrices import CodedMatrices
-from ktc.model.experts.packed import huge_pages
-from ktc.model.experts.tracing import never_traced
+from ktc.model.experts.backends.tracing import never_traced
+from ktc.model.experts.layouts.coded_matrices import CodedMatrices
+from ktc.model.experts.layouts.packed import huge_pages
 from ktc.model.kernels.kernel_library import KERNEL_LOCK, Arguments, Kernel, NativePackedLinear, permitted_threads
 from ktc.model.kernels.step_context import StepContext
 from ktc.model.linears.absent_weight import AbsentWeight, LinearWithoutWeight

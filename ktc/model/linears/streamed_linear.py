@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.model.experts.stream_ring import Ring, StreamSource, ring_of
-from ktc.model.experts.tracing import never_traced
+from ktc.model.experts.backends.tracing import never_traced
+from ktc.model.experts.streamed.stream_ring import Ring, StreamSource, ring_of
 from ktc.model.linears.absent_weight import AbsentWeight, LinearWithoutWeight
 
 

@@ -15,9 +15,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ktc.diagnostics import InputRefused
-from ktc.model.experts.lora import Factors
-from ktc.model.experts.tracing import never_traced
-from ktc.model.experts.weight_training import FROZEN, State, WeightTraining, not_rounded, state_of
+from ktc.model.experts.backends.tracing import never_traced
+from ktc.model.experts.trained.lora import Factors
+from ktc.model.experts.trained.weight_training import FROZEN, State, WeightTraining, not_rounded, state_of
 
 
 class _Rounded:

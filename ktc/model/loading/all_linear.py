@@ -16,7 +16,7 @@ from torch import nn
 
 from ktc.diagnostics import Diagnostic, render
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.peft_wrapper import ADAPTED, PUT_BY_PEFT
+from ktc.model.experts.trained.peft_wrapper import ADAPTED, PUT_BY_PEFT
 
 NAME = "all-linear"
 

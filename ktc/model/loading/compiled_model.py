@@ -24,9 +24,9 @@ from ktc.model.decode_steps.int8_cache import as_int8, int8_kernels
 from ktc.model.decode_steps.run_ahead import FirstSteps, OpenStreamer, RunAhead
 from ktc.model.decode_steps.step_ahead import BeforeSampling, StepAhead, WaitingCriteria, waited_for_by
 from ktc.model.decode_steps.token_choice import TokenChoice
-from ktc.model.experts.frozen_weights import tell_of_frozen
 from ktc.model.experts.load_state import LoadState
 from ktc.model.experts.module import FusedMoe
+from ktc.model.experts.trained.frozen_weights import tell_of_frozen
 from ktc.model.hf import remote_code
 from ktc.model.hf.private_api import GenerationHooks
 from ktc.model.kernels.step_context import StepContext

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from ktc.foundation.regular_files import read_regular
+from ktc.model.experts.layouts.stock_layout import StockTensor, stock_tensors
 from ktc.model.experts.own_module import ExpertStack
-from ktc.model.experts.stock_layout import StockTensor, stock_tensors
 from ktc.model.hf.patching import Patch
 from ktc.model.kernels.form import ExpertsForm, parse_form
 from ktc.model.loading.python_files import module_of

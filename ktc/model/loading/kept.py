@@ -21,11 +21,11 @@ from ktc.diagnostics import Diagnostic, InputRefused, render
 from ktc.foundation.decode import Undecodable, decode, read_json
 from ktc.foundation.files import refusing, write_file
 from ktc.foundation.regular_files import read_regular
-from ktc.model.experts.backend import Kept
-from ktc.model.experts.coded_check import check_addressed
-from ktc.model.experts.kept_experts import KeptExperts, can_keep
+from ktc.model.experts.backends.backend import Kept
+from ktc.model.experts.kept.kept_experts import KeptExperts, can_keep
+from ktc.model.experts.layouts.packed import PackedExperts
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.packed import PackedExperts
+from ktc.model.experts.products.coded_check import check_addressed
 from ktc.model.kernels.form import ExpertsForm
 
 log = logging.getLogger(__name__)

@@ -38,8 +38,8 @@ from ktc.model.decode_steps.gpu_linears import join_siblings, multiply_few_rows
 from ktc.model.decode_steps.gpu_norms import fuse_norms
 from ktc.model.decode_steps.gpu_rotary import fuse_rotary
 from ktc.model.decode_steps.native_step import native_steps
-from ktc.model.experts.coded_check import check_products
 from ktc.model.experts.module import FusedMoe
+from ktc.model.experts.products.coded_check import check_products
 from ktc.model.hf import generation_config, remote_code, stock_model
 from ktc.model.hf.patching import stock_class
 from ktc.model.hf.private_api import kept_in_fp32

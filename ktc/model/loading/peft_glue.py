@@ -18,7 +18,7 @@ from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.foundation.decode import read_json
 from ktc.foundation.regular_files import read_regular
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.peft_wrapper import ASKED, AskedTargets, ExpertsParamWrapper
+from ktc.model.experts.trained.peft_wrapper import ASKED, AskedTargets, ExpertsParamWrapper
 from ktc.model.hf.lora_values import value_faults
 from ktc.model.hf.private_api import register_layers
 from ktc.model.linears.merged_lora import MergedLoraLinear

@@ -25,7 +25,7 @@ from ktc.foundation.files import write_file
 from ktc.foundation.text_files import read_text
 from ktc.model.checkpoint.int4 import WHOLE_ROW, Int4Grid
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.weight_training import WeightTraining
+from ktc.model.experts.trained.weight_training import WeightTraining
 from ktc.model.linears.lora_linear import FusedLinear
 from ktc.model.linears.trained_linear import TrainedLinear
 

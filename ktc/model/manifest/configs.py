@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ktc.model.experts.own_layout import Called, Role, TensorLayout
+from ktc.model.experts.layouts.own_layout import Called, Role, TensorLayout
 from ktc.model.targets import MODULES
 from ktc.model.targets.kt_linear import STORED_LINEAR, StoredLinearConfig
 from ktc.model.targets.settings import PositiveInt

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ktc.diagnostics import Diagnostic, render
-from ktc.model.experts.call_memory import view_of
-from ktc.model.experts.page_lock import more_to_lock, page_lock
+from ktc.model.experts.host.call_memory import view_of
+from ktc.model.experts.host.page_lock import more_to_lock, page_lock
 from ktc.model.manifest.configs import HOST_TABLE
 from ktc.model.manifest.manifest import Rewrite
 

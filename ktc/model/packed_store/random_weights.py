@@ -20,10 +20,10 @@ from ktc.diagnostics import Diagnostic, InputRefused, listing
 from ktc.foundation import host
 from ktc.foundation.anonymous_memory import HUGE_PAGE, take_huge_pages
 from ktc.foundation.progress import Progress, Tally
-from ktc.model.experts.block_reference import random_blocks
+from ktc.model.experts.layouts.packed import huge_pages
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.packed import huge_pages
 from ktc.model.experts.random_experts import STD, RandomExperts
+from ktc.model.experts.references.block_reference import random_blocks
 from ktc.model.graph.typed import named_modules, owner_of
 from ktc.model.linears.stored_linear import StoredLinear
 from ktc.model.packed_store.memory import tensor_bytes

@@ -17,8 +17,8 @@ from ktc.diagnostics import InputRefused
 from ktc.model.checkpoint import CheckpointIndex, WeightSource, gguf_values
 from ktc.model.checkpoint.reader import TensorReader
 from ktc.model.checkpoint.values import read_blocks, read_codes
+from ktc.model.experts.layouts.stock_layout import StockTensor, canonical_parts, half_of, stock_names
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.stock_layout import StockTensor, canonical_parts, half_of, stock_names
 from ktc.model.graph.typed import owner_of
 from ktc.model.kernels.form import ExpertPart, ExpertsForm
 from ktc.model.packed_store.finite_weights import are_numbers, is_finite, not_finite

@@ -22,8 +22,8 @@ from ktc.foundation.progress import Progress
 from ktc.model.checkpoint import CheckpointIndex, Span, WeightSource
 from ktc.model.checkpoint.reader import TensorReader
 from ktc.model.checkpoint.values import read_weight
+from ktc.model.experts.layouts.stock_layout import StockTensor
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.stock_layout import StockTensor
 from ktc.model.graph.typed import named_modules, owner_of
 from ktc.model.hf.expert_layout import has_columns
 from ktc.model.linears.stored_linear import StoredLinear

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor, fx, nn
 
     from ktc.foundation.host import Host
+    from ktc.model.experts.layouts.stock_layout import StockTensor
     from ktc.model.experts.module import FusedMoe
-    from ktc.model.experts.stock_layout import StockTensor
     from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
     from ktc.model.kernels.kernel_library import Kernel
     from ktc.model.kernels.spec import Spec
@@ -193,14 +193,14 @@ class CpuMoe(ModuleTarget):
         """Return `FusedMoe` with the experts of `old`. On meta tensors the kernel allocates nothing."""
         import torch
 
-        from ktc.model.experts.backend import Kept, Offload
+        from ktc.model.experts.backends.backend import Kept, Offload
         from ktc.model.experts.called_module import CalledExperts
-        from ktc.model.experts.kept_division import Division
+        from ktc.model.experts.kept.kept_division import Division
+        from ktc.model.experts.layouts.packed import PackedExperts
+        from ktc.model.experts.layouts.stock_layout import stock_names, stock_shape
         from ktc.model.experts.module import FusedMoe
         from ktc.model.experts.own_module import StockExperts
-        from ktc.model.experts.packed import PackedExperts
-        from ktc.model.experts.stock_layout import stock_names, stock_shape
-        from ktc.model.experts.weight_training import WeightTraining
+        from ktc.model.experts.trained.weight_training import WeightTraining
         from ktc.model.experts.weights import ExpertsWeights
         from ktc.model.kernels.form import ExpertsSizes, parse_form
 
@@ -236,7 +236,7 @@ def _load(module: FusedMoe, stacked: Mapping[StockTensor, Tensor]) -> None:
     """Hand every expert's matrices to `module`, from the stock tensors of its form."""
     import torch
 
-    from ktc.model.experts.stock_layout import canonical_parts
+    from ktc.model.experts.layouts.stock_layout import canonical_parts
 
     with torch.no_grad():
         for name, tensor in stacked.items():

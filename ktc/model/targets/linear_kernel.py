@@ -16,7 +16,7 @@ import torch
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.foundation.formats import BLOCKS, WeightFormat
 from ktc.foundation.isa import PREFERENCE
-from ktc.model.experts.panel_codes import codes_of
+from ktc.model.experts.layouts.panel_codes import codes_of
 from ktc.model.kernels.fused_moe_spec import KERNELS
 from ktc.model.kernels.linear_spec import ISAS, Dtype, LinearSpec, PackedLinearSpec
 from ktc.model.targets.node_plan import CapturedNode, NodePlan

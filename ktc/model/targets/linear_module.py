@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from ktc.model.checkpoint.int4 import Int4Grid
-from ktc.model.experts.weight_training import WeightTraining
+from ktc.model.experts.trained.weight_training import WeightTraining
 from ktc.model.graph import ops
 from ktc.model.kernels.kernel_library import Kernel, permitted_threads
 from ktc.model.linears.gemv import Gemv

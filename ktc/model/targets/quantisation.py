@@ -86,7 +86,7 @@ class Quantisation(ModuleTarget):
     @staticmethod
     def realise(old: nn.Module, config: RoundedConfig, kernel: Kernel | None) -> nn.Module:
         """Return the layer with its own weights, which the loader rounds once it has filled them."""
-        from ktc.model.experts.weight_training import WeightTraining
+        from ktc.model.experts.trained.weight_training import WeightTraining
         from ktc.model.targets.linear_module import linear_on_grid, trained_linear_of_model
 
         if config.masters or config.merged:

@@ -64,7 +64,7 @@ class Train(ModuleTarget):
     @staticmethod
     def realise(old: nn.Module, config: TrainedConfig, kernel: Kernel | None) -> nn.Module:
         """Return `TrainedLinear` with the layer's own weights."""
-        from ktc.model.experts.weight_training import WeightTraining
+        from ktc.model.experts.trained.weight_training import WeightTraining
         from ktc.model.targets.linear_module import trained_linear_of_model
 
         return trained_linear_of_model(old, WeightTraining.parse(None, config.masters))

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from ktc.model.experts.stock_layout import stock_names, stock_shape
+from ktc.model.experts.layouts.stock_layout import stock_names, stock_shape
 from ktc.model.graph import ops
 from ktc.model.graph.fold import tensor_inputs
 from ktc.model.graph.typed import attach_tensor, nodes_of, tensor_of

@@ -22,7 +22,7 @@ from torch.nn.utils import parametrize
 from transformers.integrations.moe import use_experts_implementation
 
 from ktc.model.experts.private_api import TorchDispatchMode, pytree
-from ktc.model.experts.reference import activated
+from ktc.model.experts.references.reference import activated
 from ktc.model.hf.private_api import gate_code
 from ktc.model.kernels.form import Activation, ExpertsForm, Function
 from ktc.model.linears.plain import has_hooks

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ktc.diagnostics import Diagnostic, InputRefused, listing
 from ktc.model.checkpoint import Part, Span, Step
 from ktc.model.checkpoint.gguf_architectures import ARCHITECTURES, gguf_name_of
-from ktc.model.experts.stock_layout import StockTensor, half_of
+from ktc.model.experts.layouts.stock_layout import StockTensor, half_of
 from ktc.model.hf.conversions import STACKED_PARTS
 from ktc.model.kernels.form import ExpertsForm, parse_form
 from ktc.stages.capture.forms import UNSUPPORTED, form_of

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ktc.diagnostics import KtcError
 from ktc.foundation.formats import FORMATS, Blocks, Codes, Dense
-from ktc.model.experts.block_reference import dequantise_blocks, quantise_blocks, random_blocks
-from ktc.model.experts.packed import PackedExperts
-from ktc.model.experts.quantised_reference import INT8_BACKWARD, INT8_FORWARD, dequantise, quantise
-from ktc.model.experts.reference import fused_moe_reference
-from ktc.model.experts.stock_layout import ExpertPart, StockTensor, canonical_parts, stock_names, stock_shape
+from ktc.model.experts.layouts.packed import PackedExperts
+from ktc.model.experts.layouts.stock_layout import ExpertPart, StockTensor, canonical_parts, stock_names, stock_shape
+from ktc.model.experts.references.block_reference import dequantise_blocks, quantise_blocks, random_blocks
+from ktc.model.experts.references.quantised_reference import INT8_BACKWARD, INT8_FORWARD, dequantise, quantise
+from ktc.model.experts.references.reference import fused_moe_reference
 from ktc.model.kernels.form import ExpertsForm, ExpertsSizes
 from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.kernels.kernel_library import Kernel

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ktc.foundation.formats import BLOCKS
-from ktc.model.experts.block_reference import dequantise_blocks, random_blocks
-from ktc.model.experts.packed import huge_pages
+from ktc.model.experts.layouts.packed import huge_pages
+from ktc.model.experts.references.block_reference import dequantise_blocks, random_blocks
 from ktc.model.kernels.kernel_library import Kernel, NativePackedLinear
 from ktc.model.kernels.linear_spec import PackedLinearSpec
 from ktc.model.linears.stored_linear import packed_arguments

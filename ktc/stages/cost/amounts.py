@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from ktc.model.experts.stream_sizes import MOST_ROWS
+from ktc.model.experts.layouts.panel_codes import MOST_ROWS
 from ktc.stages.cost.types import SPLIT_ROWS, Core, Use, Work
 
 _BACK: Final = 2.0  # moved bytes of backward, in those of forward

@@ -14,7 +14,7 @@ from typing import Final
 
 from ktc.foundation.formats import FORMATS, Blocks, Codes
 from ktc.foundation.rates import CODES_READ, Figure, GpuRates, Rates
-from ktc.model.experts.kept_division import CALL, lead_of
+from ktc.model.experts.kept.kept_division import CALL, lead_of
 from ktc.stages.cost.amounts import Amounts
 from ktc.stages.cost.traffic import states, traffic_of
 from ktc.stages.cost.types import Prediction, Use, Work

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from ktc.model.experts.kept_division import Division, even_over_bus
+from ktc.model.experts.kept.kept_division import Division, even_over_bus
 
 Phase = Literal["train", "prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("train", "prefill", "decode")

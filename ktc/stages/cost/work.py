@@ -14,9 +14,9 @@ from torch import fx
 
 from ktc.foundation.formats import FORMATS, Dense
 from ktc.model.attention.sink_prompts import computes_prompts
-from ktc.model.experts.kept_division import Division
-from ktc.model.experts.panel_codes import codes_of
-from ktc.model.experts.stream_sizes import DEFAULT_BUFFER, Chunks, chunk_bytes
+from ktc.model.experts.kept.kept_division import Division
+from ktc.model.experts.layouts.panel_codes import codes_of
+from ktc.model.experts.streamed.stream_sizes import DEFAULT_BUFFER, Chunks, chunk_bytes
 from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_of
 from ktc.model.hf.private_api import attention_of

@@ -11,7 +11,7 @@ from typing import Final
 
 from ktc.foundation.formats import FORMATS, Blocks, Codes
 from ktc.foundation.rates import CODES_READ, Rates
-from ktc.model.experts.kept_division import FEWEST, Division, even_over_bus
+from ktc.model.experts.kept.kept_division import FEWEST, Division, even_over_bus
 from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.targets.target import Prefill
 from ktc.stages.plan.streamed_bytes import expert_bytes

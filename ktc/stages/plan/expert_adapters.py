@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Final, cast
 
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.model.experts.lora import MAX_RANK
-from ktc.model.experts.stock_layout import stock_names, stock_shape
+from ktc.model.experts.layouts.stock_layout import stock_names, stock_shape
+from ktc.model.experts.trained.lora import MAX_RANK
 from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_by_name
 from ktc.model.kernels.form import parse_form

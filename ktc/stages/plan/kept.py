@@ -14,8 +14,8 @@ from typing import Final
 
 from ktc.diagnostics import Diagnostic
 from ktc.foundation.formats import FORMATS
-from ktc.model.experts.panel_codes import addressed_codes_of
-from ktc.model.experts.stream_sizes import TIGHT_BUFFER
+from ktc.model.experts.layouts.panel_codes import addressed_codes_of
+from ktc.model.experts.streamed.stream_sizes import TIGHT_BUFFER
 from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.targets.target import Prefill
 from ktc.stages.plan.decode_steps import gpu_of_graphs

@@ -16,7 +16,7 @@ from ktc.foundation.host import Host
 from ktc.foundation.module_paths import from_inside
 from ktc.language.dsl import syntax
 from ktc.language.dsl.ruleset import RuleSet
-from ktc.model.experts.adapter_memory import planned_on_gpu, trained_bytes
+from ktc.model.experts.trained.adapter_memory import planned_on_gpu, trained_bytes
 from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_of
 from ktc.model.kernels.packed_size import packed_bytes, packed_linear_bytes

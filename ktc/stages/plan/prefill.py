@@ -16,7 +16,7 @@ from typing import Final
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.foundation.host import Host
 from ktc.language.dsl.ruleset import RuleSet
-from ktc.model.experts.stream_sizes import DEFAULT_BUFFER
+from ktc.model.experts.streamed.stream_sizes import DEFAULT_BUFFER
 from ktc.model.targets.target import Prefill, Target
 from ktc.stages.plan.draft import PlanDraft
 from ktc.stages.plan.placement import require_gpu, resolve_device

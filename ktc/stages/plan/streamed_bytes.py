@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ktc.model.experts.stream_sizes import ring_bytes
+from ktc.model.experts.streamed.stream_sizes import ring_bytes
 from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.kernels.packed_size import packed_bytes
 from ktc.model.targets.target import Prefill

@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from ktc.diagnostics import Diagnostic, InputRefused, Span
 from ktc.language.dsl.ruleset import RuleSet
-from ktc.model.experts.stock_layout import stock_names, stock_shape
+from ktc.model.experts.layouts.stock_layout import stock_names, stock_shape
 from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_by_name
 from ktc.model.kernels.form import parse_form

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from ktc.model.attention.sink_prompts import COPIES
-from ktc.model.experts.stream_sizes import DEFAULT_BUFFER, ChunkBytes, chunk_bytes, result_bytes, working_bytes
+from ktc.model.experts.streamed.stream_sizes import DEFAULT_BUFFER, ChunkBytes, chunk_bytes, result_bytes, working_bytes
 from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_of
 from ktc.model.hf.logit_tiles import step_bytes

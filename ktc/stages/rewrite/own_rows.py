@@ -13,8 +13,8 @@ from typing import cast
 
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.model.checkpoint import Part, Step, WeightSource
+from ktc.model.experts.layouts.stock_layout import StockTensor, half_of
 from ktc.model.experts.own_module import OwnExperts, TensorLayout
-from ktc.model.experts.stock_layout import StockTensor, half_of
 from ktc.model.kernels.form import ExpertsForm
 from ktc.stages.rewrite.apply import RewrittenBlock
 

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from ktc.model.experts.cpu_backend import CpuKernel
+from ktc.model.experts.backends.cpu_backend import CpuKernel
+from ktc.model.experts.backends.streamed_backend import Streamed
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.streamed_backend import Streamed
 from ktc.model.kernels.triton_support import lacking
 from ktc.model.linears.stored_linear import StoredLinear
 from ktc.tools.measure import gpu, links

@@ -24,8 +24,8 @@ from ktc import compiler
 from ktc.foundation import host
 from ktc.foundation.files import temporary_folder
 from ktc.model.decode_steps import cuda_graph
-from ktc.model.experts.cpu_backend import CpuKernel
-from ktc.model.experts.kept_experts import ENGINES, KeptExperts
+from ktc.model.experts.backends.cpu_backend import CpuKernel
+from ktc.model.experts.kept.kept_experts import ENGINES, KeptExperts
 from ktc.model.experts.module import FusedMoe
 from ktc.model.loading.kept import kept_stores
 from ktc.model.loading.load import load

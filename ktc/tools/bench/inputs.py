@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ktc.model.experts.lora import ExpertsLora, Lora
+from ktc.model.experts.trained.lora import ExpertsLora, Lora
 from ktc.tools.bench.layer_requests import Shape
 
 # Several routings, taken in turn: a single token's few experts must not stay in the last-level cache.

@@ -14,9 +14,9 @@ from torch import Tensor
 from ktc.foundation import host
 from ktc.foundation.formats import BLOCKS, CODES, FORMATS, WeightFormat
 from ktc.foundation.isa import Isa
-from ktc.model.experts.block_reference import random_blocks
+from ktc.model.experts.layouts.packed import PackedExperts
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.packed import PackedExperts
+from ktc.model.experts.references.block_reference import random_blocks
 from ktc.model.experts.weights import ExpertsWeights
 from ktc.model.kernels.form import ExpertPart, ExpertsSizes, parse_form
 from ktc.model.kernels.fused_moe_spec import KERNELS, FusedMoeSpec

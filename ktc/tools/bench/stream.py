@@ -18,9 +18,9 @@ import torch
 
 from ktc.diagnostics import Diagnostic, HostLacks
 from ktc.foundation import host
-from ktc.model.experts.backend import Offload
+from ktc.model.experts.backends.backend import Offload
+from ktc.model.experts.layouts.packed import PackedExperts
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.random_experts import RandomExperts
 from ktc.model.experts.weights import ExpertsWeights
 from ktc.model.kernels.form import ExpertsSizes, parse_form

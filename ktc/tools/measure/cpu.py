@@ -16,8 +16,8 @@ from ktc.foundation.formats import CODES, FORMATS, WeightFormat
 from ktc.foundation.host import Host
 from ktc.foundation.isa import Isa
 from ktc.foundation.rates import Figure
+from ktc.model.experts.layouts.packed import PackedExperts
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.random_experts import RandomExperts
 from ktc.model.experts.weights import ExpertsWeights
 from ktc.model.kernels.form import ExpertsSizes, parse_form

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ktc.foundation.rates import Figure
-from ktc.model.experts.host_node import on_current_stream
+from ktc.model.experts.host.host_node import on_current_stream
 from ktc.tools.measure.figures import repeated, seconds
 
 _BUDGET: Final = 0.3  # seconds of one figure

@@ -19,7 +19,7 @@ from typing import Final
 
 from ktc.foundation import host, resources
 from ktc.foundation.isa import INSTRUCTION_SETS, Isa
-from ktc.model.experts.packed import huge_pages
+from ktc.model.experts.layouts.packed import huge_pages
 from ktc.stages.codegen import toolchain
 
 # About 30 ms: long against a tick of the scheduler, short against a round.

@@ -17,7 +17,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from ktc.model.experts.compiled_functions import has_compiler
+from ktc.model.experts.gpu.compiled_functions import has_compiler
 from ktc.model.experts.private_api import floats_as_constants
 from ktc.model.hf.patching import call_stock, called_as, with_attributes
 from ktc.training.trainers.private_api import CompilerError, child_modules, sizes_of_their_own, with_fixed_width

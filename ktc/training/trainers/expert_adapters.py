@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ktc.model.experts import host_factors
-from ktc.model.experts.adapter_memory import fits, trained_bytes
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.peft_wrapper import ExpertsParamWrapper
+from ktc.model.experts.trained import host_factors
+from ktc.model.experts.trained.adapter_memory import fits, trained_bytes
+from ktc.model.experts.trained.peft_wrapper import ExpertsParamWrapper
 from ktc.model.hf.foreign_errors import first_line
 from ktc.training.trainers import gradients
 from ktc.training.trainers.stack_size import MANY, free_bytes

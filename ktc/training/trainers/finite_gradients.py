@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ktc.diagnostics import Diagnostic, KtcError
-from ktc.model.experts.peft_wrapper import ExpertsParamWrapper
+from ktc.model.experts.trained.peft_wrapper import ExpertsParamWrapper
 from ktc.training.trainers.checkpoints import last_kept
 from ktc.training.trainers.gradient_norm import total_norm
 

@@ -12,7 +12,7 @@ from typing import Final
 from peft import PeftModel
 from torch import nn
 
-from ktc.model.experts.frozen_weights import tell_of_frozen
+from ktc.model.experts.trained.frozen_weights import tell_of_frozen
 from ktc.model.loading.compiled_model import packed_parameters
 
 _OF_PEFT: Final = (".modules_to_save.", ".token_adapter.")  # copies that PEFT trains in place of base weights

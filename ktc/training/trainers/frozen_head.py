@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ktc.model.experts.compiled_functions import compiled_on, has_compiler
+from ktc.model.experts.gpu.compiled_functions import compiled_on, has_compiler
 from ktc.model.hf.foreign_errors import first_line
 from ktc.model.kernels.triton_support import lacking
 from ktc.model.linears.plain import SameProduct, has_linear_code

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ktc.foundation.temporary_values import context_value
-from ktc.model.experts.host_factors import norm_of
-from ktc.model.experts.weight_training import State, state_of
+from ktc.model.experts.trained.host_factors import norm_of
+from ktc.model.experts.trained.weight_training import State, state_of
 
 _LARGE: Final = 1 << 16  # values
 _MARGIN: Final = 1e-5  # of a norm, whose factor is rounded

@@ -15,8 +15,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ktc.model.experts.saved_on_host import HostOffloaded
-from ktc.model.experts.staging import to_device
+from ktc.model.experts.host.saved_on_host import HostOffloaded
+from ktc.model.experts.host.staging import to_device
 from ktc.model.hf.patching import call_stock, called_as, with_attributes
 from ktc.training.trainers.compiled_parts import CompiledLayer, NotCompiled, Part
 from ktc.training.trainers.random_state import RandomState

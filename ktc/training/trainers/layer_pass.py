@@ -18,8 +18,8 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 
-from ktc.model.experts.saved_on_host import HostOffloaded, saved_in_place
-from ktc.model.experts.staging import parts, to_host
+from ktc.model.experts.host.saved_on_host import HostOffloaded, saved_in_place
+from ktc.model.experts.host.staging import parts, to_host
 from ktc.training.trainers.compiled_parts import CompiledParts
 from ktc.training.trainers.layer_calls import ModelCall
 from ktc.training.trainers.layer_parts import LayerRun, values_of

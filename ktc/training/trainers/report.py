@@ -22,7 +22,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from ktc.foundation import host, versions
 from ktc.foundation.files import write_file
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.stream_ring import StreamFigures, rings
+from ktc.model.experts.streamed.stream_ring import StreamFigures, rings
 from ktc.model.linears.lora_linear import FusedLinear
 from ktc.training.trainers import run_report
 from ktc.training.trainers.phases import PhaseClock, StepTimes

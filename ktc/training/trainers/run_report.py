@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
-from ktc.model.experts.stream_ring import StreamFigures
+from ktc.model.experts.streamed.stream_ring import StreamFigures
 from ktc.model.kernels.kernel_clock import KernelCall
 from ktc.training.trainers.phases import PHASES, StepTimes
 

@@ -1,8 +1,8 @@
 """The processes of a machine share the experts that are sent to their GPUs, while a trainer runs its steps.
 
 The time of a step is that of the bus where experts are sent, and every process would send all of them. So each sends
-its own, and multiplies them by the rows of all processes (`ktc.model.experts.shared_experts`). They then run each pass
-over the layers together: as many passes, of the same micro-batches.
+its own, and multiplies them by the rows of all processes (`ktc.model.experts.streamed.shared_experts`). They then run
+each pass over the layers together: as many passes, of the same micro-batches.
 In: a model, and the groups of a run. Out: a context in which steps share, and what the processes agree on.
 """
 
@@ -19,7 +19,7 @@ from torch import nn
 
 from ktc.foundation import environment
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.shared_experts import Sharing
+from ktc.model.experts.streamed.shared_experts import Sharing
 from ktc.training.trainers import gradients
 
 

@@ -18,9 +18,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ktc.foundation import host
-from ktc.model.experts import stream_sizes
-from ktc.model.experts.expert_stream import chunk_bytes_on
 from ktc.model.experts.module import FusedMoe
+from ktc.model.experts.streamed import stream_sizes
+from ktc.model.experts.streamed.expert_stream import chunk_bytes_on
 from ktc.model.hf.private_api import attention_of
 from ktc.training.trainers.layer_calls import ModelCall
 from ktc.training.trainers.layer_pass import Offloaded, stays_on

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.model.experts import host_factors
-from ktc.model.experts.compiled_functions import has_compiler
+from ktc.model.experts.gpu.compiled_functions import has_compiler
 from ktc.model.experts.module import FusedMoe
+from ktc.model.experts.trained import host_factors
 from ktc.model.hf.stock_model import finds_positions
 from ktc.training.trainers.chunked_loss import causal_model, loss_bytes, reason_for_whole_logits, tokens_of_losses
 from ktc.training.trainers.compiled_parts import CompiledParts

@@ -23,7 +23,7 @@ from ktc.diagnostics import Diagnostic, InputRefused, listing
 from ktc.foundation.files import files_into
 from ktc.foundation.temporary_values import attributes
 from ktc.model.attention.sinks import fused_sinks
-from ktc.model.experts.shared_experts import Sharing
+from ktc.model.experts.streamed.shared_experts import Sharing
 from ktc.model.loading.compiled_model import CompiledModel
 from ktc.model.loading.trained_beside import write_record
 from ktc.training.trainers import checkpoint_state, gradients

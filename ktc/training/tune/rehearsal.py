@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ktc.diagnostics import Diagnostic, InputRefused, KtcError
 from ktc.foundation.files import temporary_folder
 from ktc.model import twin
-from ktc.model.experts.peft_wrapper import ADAPTED
+from ktc.model.experts.trained.peft_wrapper import ADAPTED
 from ktc.model.hf import stock_model
 from ktc.model.hf.tokenizer import read_tokenizer
 from ktc.model.loading import all_linear

@@ -21,9 +21,9 @@ from ktc.model import twin
 from ktc.model.compare.experts import Experts, chosen, roles_of, routed_rows
 from ktc.model.compare.quantised_baseline import ExpertsFormat, through_format
 from ktc.model.experts.called_module import CalledExperts
+from ktc.model.experts.layouts.own_layout import TensorLayout
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.own_layout import TensorLayout
-from ktc.model.experts.quantised_reference import dequantise, quantise
+from ktc.model.experts.references.quantised_reference import dequantise, quantise
 from ktc.model.loading.realise import own_experts
 from ktc.model.manifest.configs import OwnExpertsConfig
 from ktc.model.packed_store import packed_file, packed_store
@@ -166,7 +166,7 @@ def test_the_tensors_of_own_experts_go_through_a_format(family: str) -> None:
 
 
 def test_products_with_integers_reach_batched_code() -> None:
-    from ktc.model.experts.quantised_reference import int8_product
+    from ktc.model.experts.references.quantised_reference import int8_product
 
     module, args, kwargs = recorded("llama4_text")
     experts = experts_of("llama4_text")

@@ -33,7 +33,7 @@ from ktc.inference.serving.request import Limits
 from ktc.inference.serving.server import default_chunk
 from ktc.inference.serving.warm_prompts import read_warm_prompts
 from ktc.model.attention.decode import MOST_TOKENS
-from ktc.model.experts.resident_backend import GpuResident
+from ktc.model.experts.backends.resident_backend import GpuResident
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -37,7 +37,7 @@ from ktc.model.checkpoint import (
 )
 from ktc.model.checkpoint.reader import TensorReader
 from ktc.model.checkpoint.values import read_blocks
-from ktc.model.experts.block_reference import dequantise_blocks
+from ktc.model.experts.references.block_reference import dequantise_blocks
 from ktc.model.packed_store import weight_store
 from ktc.stages.capture.weights import map_weights
 

@@ -18,7 +18,7 @@ from transformers import DynamicCache
 
 from ktc.model import twin
 from ktc.model.decode_steps.cuda_graph import DecodeGraphs
-from ktc.model.experts.beside import SideStream
+from ktc.model.experts.host.beside import SideStream
 
 ON_GPU: Final = torch.cuda.is_available()
 DEVICE: Final = "cuda:0" if ON_GPU else "cpu"

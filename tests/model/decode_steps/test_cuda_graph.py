@@ -103,6 +103,19 @@ def test_a_mask_that_transformers_cannot_make_is_made_by_the_model(
     assert not told(caplog)
 
 
+def test_the_error_that_broke_a_capture_is_the_reason(model: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(*_: object) -> Any:
+        try:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
+        finally:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    graphs = DecodeGraphs(StepRecorder(record=broken, device="cpu"))
+    Sequences(model, 1).take(lambda **inputs: graphs.step(model, **inputs))
+    assert "operation not permitted" in told(caplog)
+    assert "previous error" not in told(caplog)
+
+
 def test_absorbed_attention_is_captured(caplog: pytest.LogCaptureFixture) -> None:
     model = absorbed(stock_model("deepseek_v2"), absorb="decode")
     _, step = graphs_of(model)

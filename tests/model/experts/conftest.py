@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from kernel_layers import SLOW_SPECS, SPECS, Layer, Load, built, experts_of
 
+from ktc.model.experts.layouts.stock_layout import canonical_parts
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.stock_layout import canonical_parts
 from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.kernels.kernel_library import Kernel, KernelLibrary
 

@@ -7,8 +7,8 @@ import torch
 from kernel_layers import ISAS, Layer, Load, error, random_layer, spec_of
 from torch import Tensor
 
-from ktc.model.experts.lora import ExpertsLora, Lora
 from ktc.model.experts.module import FusedMoe
+from ktc.model.experts.trained.lora import ExpertsLora, Lora
 
 SPEC = spec_of(ISAS[0])
 LENGTHS = (7, 0, 1, 21, 16)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from ktc.model.experts.reference import fused_moe_reference
+from ktc.model.experts.references.reference import fused_moe_reference
 from ktc.model.kernels.form import Activation, ExpertsForm, parse_form
 from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 

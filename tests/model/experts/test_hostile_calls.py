@@ -13,8 +13,8 @@ from kernel_layers import ISAS, Layer, Load, random_layer, spec_of
 from recorded_steps import call_at_once
 from torch import Tensor
 
-from ktc.model.experts.backend import Offload
-from ktc.model.experts.host_node import HostNodes
+from ktc.model.experts.backends.backend import Offload
+from ktc.model.experts.host.host_node import HostNodes
 from ktc.model.experts.module import FusedMoe
 
 SPEC = spec_of(ISAS[0])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ktc.model.experts.own_module import call_routed
-from ktc.model.experts.reference import fused_moe_reference
+from ktc.model.experts.references.reference import fused_moe_reference
 
 EXPERTS, HIDDEN, INTER = 3, 4, 5
 

@@ -16,7 +16,7 @@ from lora_layers import adapt, run_adapted
 
 from ktc.diagnostics import Diagnostic
 from ktc.foundation import memory_faults
-from ktc.model.experts.stock_layout import canonical_parts
+from ktc.model.experts.layouts.stock_layout import canonical_parts
 from ktc.model.kernels.kernel_library import KernelLibrary
 
 SPEC = spec_of(ISAS[0])

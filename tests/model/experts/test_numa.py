@@ -12,9 +12,9 @@ from kernel_layers import FORMS, ISAS, Layer, Load, experts_of, random_layer, ru
 
 from ktc.foundation import host
 from ktc.foundation.host import NumaNode
-from ktc.model.experts.lora import ExpertsLora, Lora
+from ktc.model.experts.layouts.stock_layout import parts_of
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.stock_layout import parts_of
+from ktc.model.experts.trained.lora import ExpertsLora, Lora
 from ktc.model.kernels.kernel_library import nodes_for
 
 SPEC = spec_of(ISAS[0])

@@ -10,7 +10,7 @@ from kernel_layers import CONSTANT, EXACT_FORMS, FORMS, ISAS, Layer, Load, error
 
 from ktc.foundation import host
 from ktc.foundation.isa import Isa
-from ktc.model.experts.stock_layout import canonical_parts
+from ktc.model.experts.layouts.stock_layout import canonical_parts
 
 # Hidden, intermediate, experts, experts per token, tokens, and how many experts get any.
 SHAPES = {

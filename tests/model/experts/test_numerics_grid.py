@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ktc.foundation import host
 from ktc.foundation.formats import WeightFormat
+from ktc.model.experts.layouts.stock_layout import ExpertPart, canonical_parts
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.quantised_reference import quantise
-from ktc.model.experts.stock_layout import ExpertPart, canonical_parts
+from ktc.model.experts.references.quantised_reference import quantise
 from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.kernels.kernel_library import KernelLibrary
 

@@ -13,8 +13,8 @@ import torch
 from kernel_layers import ISAS, experts_of, random_layer, spec_of
 
 from ktc.foundation import host
+from ktc.model.experts.layouts.stock_layout import canonical_parts
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.stock_layout import canonical_parts
 from ktc.model.kernels import openmp
 from ktc.model.kernels.kernel_library import KernelLibrary
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ktc.foundation import host
+from ktc.model.experts.layouts.stock_layout import canonical_parts
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.stock_layout import canonical_parts
 from ktc.model.kernels.kernel_library import KernelLibrary
 
 SPEC = spec_of(ISAS[0])

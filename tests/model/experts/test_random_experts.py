@@ -9,9 +9,9 @@ import pytest
 import torch
 from kernel_layers import FORMS, ISAS, built, experts_of, quick_or_slow, spec_of
 
+from ktc.model.experts.layouts.stock_layout import parts_of
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.random_experts import RandomExperts
-from ktc.model.experts.stock_layout import parts_of
 from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.kernels.kernel_library import Kernel, KernelLibrary
 

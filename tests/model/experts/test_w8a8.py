@@ -13,11 +13,17 @@ from torch import Tensor
 
 from ktc.foundation import host
 from ktc.foundation.isa import Isa
-from ktc.model.experts.lora import ExpertsLora, Lora
+from ktc.model.experts.layouts.stock_layout import ExpertPart, canonical_parts
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.quantised_reference import INT8_BACKWARD, INT8_FORWARD, dequantise, quantise, quantise_rows
-from ktc.model.experts.reference import Products, fused_moe_reference
-from ktc.model.experts.stock_layout import ExpertPart, canonical_parts
+from ktc.model.experts.references.quantised_reference import (
+    INT8_BACKWARD,
+    INT8_FORWARD,
+    dequantise,
+    quantise,
+    quantise_rows,
+)
+from ktc.model.experts.references.reference import Products, fused_moe_reference
+from ktc.model.experts.trained.lora import ExpertsLora, Lora
 from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.kernels.kernel_library import KernelLibrary
 from ktc.model.kernels.packed_size import packed_bytes

@@ -15,8 +15,8 @@ from torch import Tensor
 from ktc.foundation import host
 from ktc.foundation.formats import WeightFormat
 from ktc.foundation.isa import INSTRUCTION_SETS, Isa
-from ktc.model.experts.lora import ExpertsLora, Lora
-from ktc.model.experts.packed import PackedExperts
+from ktc.model.experts.layouts.packed import PackedExperts
+from ktc.model.experts.trained.lora import ExpertsLora, Lora
 from ktc.model.kernels.form import ExpertsSizes
 from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.kernels.packed_size import packed_bytes

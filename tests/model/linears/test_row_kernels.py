@@ -16,7 +16,7 @@ from ktc.model.linears.coded_weight import CodedWeight
 WITHOUT_GLUON = """
 import logging, sys
 sys.modules["triton.experimental.gluon"] = None
-from ktc.model.experts import kept_kernels
+from ktc.model.experts.gpu import kept_kernels
 from ktc.model.decode_steps import gpu_linears
 from ktc.model.linears import coded_row_kernels
 from ktc.model.kernels.triton_support import has_gluon

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from ktc.diagnostics import HostLacks, InputRefused
 from ktc.foundation import host
 from ktc.foundation.formats import BLOCKS
-from ktc.model.experts import grouped_products
-from ktc.model.experts.block_reference import dequantise_blocks, random_blocks
+from ktc.model.experts.products import grouped_products
+from ktc.model.experts.references.block_reference import dequantise_blocks, random_blocks
 from ktc.model.kernels.fused_moe_spec import KERNELS
 from ktc.model.kernels.linear_spec import PackedLinearSpec
 from ktc.model.kernels.packed_size import packed_linear_bytes

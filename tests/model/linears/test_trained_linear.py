@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from ktc.diagnostics import InputRefused
 from ktc.model.checkpoint.int4 import Int4Grid
-from ktc.model.experts.lora import Factors
-from ktc.model.experts.weight_training import WeightTraining
+from ktc.model.experts.trained.lora import Factors
+from ktc.model.experts.trained.weight_training import WeightTraining
 from ktc.model.linears.lora_linear import FusedLinear
 from ktc.model.linears.trained_linear import TrainedLinear
 from ktc.model.loading import peft_glue

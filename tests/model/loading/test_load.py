@@ -20,8 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Deepse
 import ktc
 from ktc.diagnostics import InputRefused
 from ktc.model import twin
+from ktc.model.experts.layouts.packed import PackedExperts
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.packed import PackedExperts
 from ktc.model.linears.lora_linear import FusedLinear
 from ktc.model.loading.compiled_model import compiled_class
 from ktc.model.loading.load import load

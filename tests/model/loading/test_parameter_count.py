@@ -7,8 +7,8 @@ import torch
 from kernel_layers import experts_of
 from torch import nn
 
-from ktc.model.experts import frozen_weights
-from ktc.model.experts.weight_training import FROZEN, WeightTraining
+from ktc.model.experts.trained import frozen_weights
+from ktc.model.experts.trained.weight_training import FROZEN, WeightTraining
 from ktc.model.loading.compiled_model import CompiledModel
 from ktc.training.trainers import report
 

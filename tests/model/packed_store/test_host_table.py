@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ktc.model.experts import page_lock
+from ktc.model.experts.host import page_lock
 from ktc.model.manifest.configs import HOST_TABLE
 from ktc.model.manifest.manifest import Rewrite
 from ktc.model.packed_store.host_table import is_on_host, show_tables, with_tables

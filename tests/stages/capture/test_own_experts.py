@@ -12,7 +12,7 @@ from torch.nn import functional
 from transformers.integrations.moe import use_experts_implementation
 
 from ktc.model.experts.own_module import OwnExperts, call_routed, stock_experts
-from ktc.model.experts.reference import fused_moe_reference
+from ktc.model.experts.references.reference import fused_moe_reference
 from ktc.model.manifest.configs import OwnExpertsConfig
 from ktc.model.targets.config import plain, read_config
 from ktc.stages.capture.canonical import NoExperts

@@ -15,8 +15,8 @@ from transformers import AutoConfig, PreTrainedModel
 
 from ktc.model import twin
 from ktc.model.checkpoint import open_index, read_sources, write_sources
+from ktc.model.experts.layouts.stock_layout import stock_names
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.stock_layout import stock_names
 from ktc.model.hf.stock_model import build_on_meta
 from ktc.model.kernels.form import parse_form
 from ktc.model.loading.buffers import compute_buffers

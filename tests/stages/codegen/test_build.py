@@ -27,8 +27,8 @@ from ktc.diagnostics import HostLacks, InputRefused, KtcError
 from ktc.foundation import host, host_file, resources
 from ktc.foundation.formats import CODES, FORMATS
 from ktc.foundation.host import Compiler, Host
-from ktc.model.experts.packed import PackedExperts
-from ktc.model.experts.quantised_reference import dequantise, quantise
+from ktc.model.experts.layouts.packed import PackedExperts
+from ktc.model.experts.references.quantised_reference import dequantise, quantise
 from ktc.model.kernels.attention_spec import ISAS as ATTENTION_ISAS
 from ktc.model.kernels.attention_spec import AttentionSpec
 from ktc.model.kernels.fused_moe_spec import KERNELS

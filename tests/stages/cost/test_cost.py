@@ -13,8 +13,8 @@ from places import CONFIGS
 from ktc.foundation.host import Gpu
 from ktc.foundation.rates import CpuRates, Figure, GpuRates, Rates
 from ktc.language import dsl
-from ktc.model.experts.kept_division import CALL, Division
-from ktc.model.experts.stream_sizes import MOST_ROWS
+from ktc.model.experts.kept.kept_division import CALL, Division
+from ktc.model.experts.layouts.panel_codes import MOST_ROWS
 from ktc.stages.capture import CapturedModel, capture, open_model
 from ktc.stages.cost import Use, Work, predict, work_of
 from ktc.stages.cost.amounts import Amounts

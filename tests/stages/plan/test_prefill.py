@@ -12,7 +12,7 @@ from families import CPU, captured, planned, rules
 from ktc.diagnostics import HostLacks, InputRefused
 from ktc.foundation.host import Gpu, Host
 from ktc.foundation.rates import Figure
-from ktc.model.experts.stream_sizes import DEFAULT_BUFFER, TIGHT_BUFFER
+from ktc.model.experts.streamed.stream_sizes import DEFAULT_BUFFER, TIGHT_BUFFER
 from ktc.model.kernels.linear_spec import PackedLinearSpec
 from ktc.model.kernels.packed_size import packed_bytes
 from ktc.model.linears import coded_weight

@@ -8,7 +8,7 @@ import pytest
 from families import captured, planned, rules
 
 from ktc.diagnostics import InputRefused
-from ktc.model.experts.packed import DTYPES, SlotRows
+from ktc.model.experts.layouts.packed import DTYPES, SlotRows
 from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.kernels.working_memory import slots_of
 from ktc.stages.plan import Plan

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from ktc.diagnostics import HostLacks, InputRefused
 from ktc.foundation import host, resources
-from ktc.model.experts.lora import MAX_RANK
+from ktc.model.experts.trained.lora import MAX_RANK
 from ktc.model.kernels.fused_moe_spec import KERNELS
 from ktc.tools.bench import layer_requests, moe, ours, peers, requests
 from ktc.tools.bench.layer_requests import DEFAULT_IMPLS, Moe

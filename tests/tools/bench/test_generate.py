@@ -15,7 +15,7 @@ from places import CONFIGS
 from torch import nn
 
 from ktc.cli import app as cli
-from ktc.model.experts.backend import Offload
+from ktc.model.experts.backends.backend import Offload
 from ktc.model.kernels.kernel_library import KernelLibrary
 from ktc.tools.bench import generate
 from ktc.tools.bench.floor import MinuteRates, Read, floor_of, reason_against, weights_read

@@ -24,9 +24,9 @@ from torch.nn import Parameter
 from transformers import TrainerCallback, TrainingArguments
 
 import ktc
-from ktc.model.experts.backend import Offload
+from ktc.model.experts.backends.backend import Offload
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.shared_experts import Sharing
+from ktc.model.experts.streamed.shared_experts import Sharing
 from ktc.model.loading.peft_glue import read_lora_config
 from ktc.training import KTrainer
 from ktc.training.trainers import gradients

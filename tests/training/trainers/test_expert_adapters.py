@@ -15,7 +15,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
 import ktc
-from ktc.model.experts.backend import Offload
+from ktc.model.experts.backends.backend import Offload
 from ktc.model.experts.module import FusedMoe
 from ktc.model.loading.peft_glue import read_lora_config
 from ktc.training import KTrainer

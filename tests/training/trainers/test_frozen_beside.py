@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from stacked_training import peft_model
 
-from ktc.model.experts import frozen_weights
+from ktc.model.experts.trained import frozen_weights
 from ktc.training.trainers.frozen_beside import warn_of_frozen
 
 pytestmark = pytest.mark.usefixtures("one_thread")

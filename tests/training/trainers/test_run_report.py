@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from ktc.model.experts.stream_ring import StreamFigures
+from ktc.model.experts.streamed.stream_ring import StreamFigures
 from ktc.training.trainers.phases import PHASES, StepTimes
 from ktc.training.trainers.run_report import Logged, RunReport, StepTokens, phases, speed, traffic
 from ktc.training.trainers.step_trace import timeline

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ktc.model.experts.backend import Offload
+from ktc.model.experts.backends.backend import Offload
 from ktc.training.trainers import shared_experts
 
 

@@ -15,10 +15,10 @@ from stacked_training import StackingTrainer, assert_alike, peft_model, rows, tr
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
-from ktc.model.experts.backend import Offload
+from ktc.model.experts.backends.backend import Offload
+from ktc.model.experts.backends.streamed_backend import Streamed
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.stream_sizes import result_bytes
-from ktc.model.experts.streamed_backend import Streamed
+from ktc.model.experts.streamed.stream_sizes import result_bytes
 from ktc.training.trainers import stacking, step_passes
 from ktc.training.trainers.layer_calls import ModelCall, in_chunks, record
 from ktc.training.trainers.layer_parts import LayerRun

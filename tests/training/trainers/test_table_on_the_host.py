@@ -14,8 +14,8 @@ from places import ROOT
 from transformers import TrainingArguments
 
 import ktc
+from ktc.model.experts.host.staging import to_device
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.staging import to_device
 from ktc.model.loading.peft_glue import read_lora_config
 from ktc.training import KTrainer
 

@@ -24,7 +24,7 @@ from ktc.adapters.base_model import read_base
 from ktc.foundation.formats import BLOCKS, STORED
 from ktc.inference.quantize.gguf_settings import add_settings
 from ktc.model.checkpoint.gguf_types import block_of
-from ktc.model.experts.block_reference import random_blocks
+from ktc.model.experts.references.block_reference import random_blocks
 from ktc.stages.capture.gguf_names import GgufPlace, gguf_places
 from ktc.stages.capture.model import build_on_meta
 from ktc.tools.bench.requests import Case

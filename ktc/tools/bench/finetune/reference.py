@@ -16,8 +16,8 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ktc.model.experts.layouts.stock_layout import parts_of
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.stock_layout import parts_of
 from ktc.model.linears.streamed_linear import StreamedLinear
 from ktc.model.loading.load import load
 from ktc.tools.bench.progress import ProgressSink

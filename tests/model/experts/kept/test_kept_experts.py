@@ -1,0 +1,399 @@
+"""Single experts that a GPU keeps for decoding: by address, split with the CPU, and exchanged between steps.
+
+Without a GPU, Triton's interpreter runs the kernels on the CPU.
+"""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from kernel_layers import ISAS, Load, error, quick_or_slow, random_layer, spec_of
+from recorded_steps import LastMoment, call_at_once
+from stored_experts import in_blocks, stored_experts
+from torch import Tensor
+
+from ktc.diagnostics import HostLacks
+from ktc.foundation.formats import WeightFormat
+from ktc.model.experts.backends.backend import Offload
+from ktc.model.experts.gpu import kept_kernels
+from ktc.model.experts.host import page_lock
+from ktc.model.experts.host.host_node import HostNodes
+from ktc.model.experts.kept import kept_division, kept_policy
+from ktc.model.experts.kept.kept_division import CALL, lead_of
+from ktc.model.experts.kept.kept_experts import MEASURED, PERIOD, KeptExperts, KeptTraffic, can_keep
+from ktc.model.experts.kept.kept_policy import DECAY, Exchange, cpu_speed, exchanges, first_kept, next_share
+from ktc.model.experts.layouts.panels import panels_of
+from ktc.model.experts.module import FusedMoe
+from ktc.model.experts.products.coded_check import check_addressed
+from ktc.model.experts.references import kept_split
+from ktc.model.experts.references.kept_split import COMPUTED_ELSEWHERE, WHOLE_SHARE
+from ktc.model.experts.streamed.expert_stream import renew_streams
+from ktc.model.experts.streamed.stream_ring import ring_of
+from ktc.model.experts.streamed.stream_sizes import ring_bytes
+from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+BOUND = 0.01
+BOUND_INT8 = 0.02  # the CPU's kernel rounds rows of activations to int8, and a GPU multiplies them as they are
+FORMATS = [spec_of(ISAS[0]), in_blocks("q4_0", "q8_0"), spec_of(ISAS[0], codes=("int4", 32)),
+           spec_of(ISAS[0], "bf16", "silu biased", codes=("int4", 32)), spec_of(ISAS[0], codes=("fp8", 128)),
+           in_blocks("q4_1", "mxfp4"), in_blocks("q4_k", "q6_k"), in_blocks("q5_k", "nvfp4"),
+           in_blocks("uint4_g32", "uint4_g128"), spec_of(ISAS[0], codes=("int8", 0))]  # fmt: skip
+QUICK = FORMATS[:2]
+
+
+def kept_by(module: FusedMoe, places: int, share: float = 0.5, *, fixed: bool = False) -> KeptExperts:
+    assert module.weights.packed is not None and can_keep(module.weights.packed, DEVICE)
+    store = KeptExperts([(module.weights.packed, module.form)], DEVICE, places, share=share, fixed=fixed)
+    module.kept = store.layers[0]
+    return store
+
+
+def split_call(module: FusedMoe, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Return what a recorded step computes, with the CPU's part done at the last moment."""
+    nodes = HostNodes(None if DEVICE.type == "cuda" else call_at_once, None if DEVICE.type == "cuda" else LastMoment())
+    with torch.no_grad(), nodes.recorded(module.step_context):
+        computed = module(x.to(DEVICE), index.to(DEVICE), weights.to(DEVICE)).clone()
+    computed = computed.cpu()
+    nodes.check(lambda _: "")
+    return computed
+
+
+def test_the_kernel_and_its_reference_split_alike() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for tokens, top_k, experts in ((1, 2, 5), (3, 4, 9), (16, 6, 64)):
+        rows = [torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)]
+        index, numbers = torch.stack(rows).to(DEVICE), torch.arange(experts)
+        index[0, 0] = experts + 1 if tokens > 1 else -1  # no expert's
+        table = torch.where(torch.rand(experts, generator=generator) < 0.4, numbers * 64 + 4096, 0).to(DEVICE)
+        for part in (0, WHOLE_SHARE // 3, WHOLE_SHARE):
+            results = list[tuple[Tensor, ...]]()
+            for module in (kept_kernels, kept_split):
+                share = torch.tensor([part, WHOLE_SHARE // 3 if part else 0], dtype=torch.int32, device=DEVICE)
+                counts = torch.zeros(experts, dtype=torch.int32, device=DEVICE)
+                traffic = torch.zeros(4, dtype=torch.int64, device=DEVICE)
+                results.append((*module.split(index, table, share, counts, traffic, 1 << 40, 64), counts, traffic))
+            for one, other in zip(*results, strict=True):
+                assert torch.equal(one, other)
+            addresses, left, counts, traffic = results[0]
+            assert int(traffic[:3].sum()) == int(counts.sum()) == len(index.unique()) - 1
+            assert bool(traffic[3]) == bool(traffic[2])
+            assert torch.equal(left.flatten() == COMPUTED_ELSEWHERE, addresses != 0)
+
+
+def last_of_both(sent: int, misses: int, bus: float, cpu: float, call: float = 0.0) -> float:
+    return max(sent / bus, call * (sent < misses) + (misses - sent) / cpu)
+
+
+def sent_by(misses: int, share: float, lead: float = 0.0) -> int:
+    numbers = (torch.tensor(round(part * WHOLE_SHARE), dtype=torch.int32) for part in (share, lead))
+    return int(kept_split.over_bus(torch.tensor(misses), *numbers))
+
+
+@pytest.mark.parametrize(("bus", "cpu"), [(50.0, 66.0), (47.0, 84.0), (25.0, 140.0), (50.0, 20.0)])
+def test_bus_and_cpu_end_as_early_as_whole_experts_allow(bus: float, cpu: float) -> None:
+    for misses in range(65):
+        times = [last_of_both(sent, misses, bus, cpu) for sent in range(misses + 1)]
+        ours = sent_by(misses, bus / (bus + cpu))
+        assert times[ours] <= min(times) * 1.001, f"{ours} of {misses}"
+    assert sent_by(5, 0.0) == 0 and sent_by(5, 1.0) == 5
+
+
+@pytest.mark.parametrize("megabytes", [0.8, 2.65, 17.3])
+@pytest.mark.parametrize(("bus", "cpu"), [(47.0, 102.0), (25.0, 140.0), (50.0, 20.0)])
+def test_what_a_call_costs_the_cpu_decides_with_the_bytes(bus: float, cpu: float, megabytes: float) -> None:
+    share, lead = bus / (bus + cpu), lead_of(bus / (bus + cpu), bus * 1e9, megabytes * 1e6)
+    per_expert = megabytes * 1e6 / 1e9
+    for misses in range(33):
+        times = [last_of_both(sent, misses, bus / per_expert, cpu / per_expert, CALL) for sent in range(misses + 1)]
+        ours = sent_by(misses, share, lead)
+        assert times[ours] <= min(times) * 1.001, f"{ours} of {misses}"
+    assert sent_by(1, share, lead) == (per_expert / bus <= per_expert / cpu + CALL)
+    assert lead_of(0.0, 0.0, 1e6) == 0.0, "no bus"
+
+
+def test_the_speed_of_the_cpu_is_that_behind_the_cost_of_a_call() -> None:
+    assert cpu_speed(2.65e6 * 8, 4 * CALL + 8 * 26e-6, 4) == pytest.approx(2.65e6 / 26e-6)
+    assert cpu_speed(1e6, CALL, 1) == 1e6 / (CALL / 2), "a machine whose calls cost less"
+
+
+@pytest.mark.parametrize("begin", [0.05, 0.37, 0.95])
+@pytest.mark.parametrize(("bus", "cpu"), [(47.0, 66.0), (47.0, 84.0), (25.0, 140.0), (50.0, 20.0)])
+def test_a_share_is_near_the_best_after_four_looks_and_stays_there(begin: float, bus: float, cpu: float) -> None:
+    noise = torch.empty(100).uniform_(0.85, 1.15, generator=torch.Generator().manual_seed(0)).tolist()
+    share, shares = begin, list[float]()
+    for factor in noise:
+        share = next_share(share, bus * 1.08, cpu * factor)  # copies alone are faster than beside the CPU
+        shares.append(share)
+    for misses in (4, 6, 22):
+        best = min(range(misses + 1), key=lambda sent: last_of_both(sent, misses, bus, cpu))
+        assert {abs(sent_by(misses, share) - best) <= 1 for share in shares[4:]} == {True}
+    assert next_share(0.0, 0.0, cpu) == 0.0, "no bus"
+
+
+def test_the_first_of_the_others_by_number_go_over_the_bus() -> None:
+    index, table = torch.tensor([[7, 2, 5, 4]]), torch.zeros(8, dtype=torch.int64)
+    table[5] = 11
+    share = torch.tensor([WHOLE_SHARE // 2, 0], dtype=torch.int32)
+    rest = share, torch.zeros(8), torch.zeros(4, dtype=torch.int64)
+    addresses, left = kept_split.split(index, table, *rest, 1000, 10)
+    assert addresses.tolist() == [0, 1020, 11, 1040] and left.tolist() == [[7, -1, -1, -1]]
+
+
+@pytest.mark.parametrize(
+    "spec", [quick_or_slow(spec, spec in QUICK) for spec in FORMATS], ids=lambda spec: "-".join(spec.formats)
+)
+def test_three_engines_compute_what_the_cpu_computes(spec: FusedMoeSpec) -> None:
+    module, layer = stored_experts(spec, 4, tokens=2)
+    x, weights = layer.x.to(torch.bfloat16), layer.weights.float()
+    index = torch.tensor([[0, 3], [1, 2]])
+    with torch.no_grad():
+        wanted = module(x, index, weights)
+    bound = BOUND_INT8 if "int8" in spec.formats else BOUND
+    for places, share in ((0, 0.0), (0, 1.0), (2, 0.5), (4, 0.0)):
+        store = kept_by(module, places, share, fixed=True)
+        assert error(split_call(module, x, index, weights).float(), wanted.float()) <= bound
+        read = store.figures().experts
+        assert (read["gpu"], read["bus"]) == (places, int((4 - places) * share))
+        assert sum(read.values()) == 4
+
+
+@pytest.mark.parametrize("form", ["silu(alpha=1.702, limit=1.25, up_offset=1.0) biased transposed interleaved",
+                                  "relu2 ungated", "silu ungated biased transposed"])  # fmt: skip
+def test_every_form_is_computed_by_address(load: Load, form: str) -> None:
+    layer = random_layer(70, 37, 5, 2, 3, form=form)
+    module = load(layer, spec_of(ISAS[0], form=form))
+    x, weights = layer.x.to(torch.bfloat16), layer.weights.float()
+    kept_by(module, 5)
+    with torch.no_grad():
+        wanted = module(x, layer.index, weights)
+    assert error(split_call(module, x, layer.index, weights).float(), wanted.float()) <= BOUND
+
+
+def test_a_number_that_is_no_experts_is_an_error_of_the_step(load: Load) -> None:
+    layer = random_layer(70, 37, 5, 2, 2)
+    module = load(layer, spec_of(ISAS[0]))
+    kept_by(module, 3)
+    for wrong in (5, -1):
+        with pytest.raises(IndexError):
+            split_call(module, layer.x.bfloat16(), torch.full_like(layer.index, wrong), layer.weights.float())
+
+
+def test_a_whole_call_of_the_kernel_refuses_choices_that_are_computed_elsewhere(load: Load) -> None:
+    layer = random_layer(70, 37, 5, 2, 2)
+    module = load(layer, spec_of(ISAS[0]))
+    with pytest.raises(IndexError), torch.no_grad():
+        module(layer.x.bfloat16(), torch.full_like(layer.index, COMPUTED_ELSEWHERE), layer.weights.float())
+
+
+def test_experts_that_are_chosen_more_often_take_places_without_another_result(load: Load) -> None:
+    layer = random_layer(70, 37, 5, 2, 1)
+    module = load(layer, spec_of(ISAS[0]))
+    store = kept_by(module, 2)
+    x, weights, index = layer.x.bfloat16(), layer.weights.float(), torch.tensor([[3, 4]])
+    with torch.no_grad():
+        wanted = module(x, index, weights)
+    seen = list[int]()
+    for _ in range(PERIOD + 8):
+        before = store.figures().experts["gpu"]
+        assert error(split_call(module, x, index, weights).float(), wanted.float()) <= BOUND
+        seen.append(store.figures().experts["gpu"] - before)
+        store.advance()
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+    assert seen[0] == 0 and seen[-1] == 2
+
+
+def test_the_share_of_the_bus_follows_the_speed_of_the_cpu_in_steps(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module_of_call in (kept_division, kept_policy):
+        monkeypatch.setattr(module_of_call, "CALL", 0.0)  # experts of a kilobyte would all go over the bus
+    layer = random_layer(70, 37, 5, 2, 1)
+    module = load(layer, spec_of(ISAS[0]))
+    store = kept_by(module, 0, 0.01)  # a share that no measured bus has
+    nodes = HostNodes(None if DEVICE.type == "cuda" else call_at_once, None if DEVICE.type == "cuda" else LastMoment())
+    spent = list[int]()
+    for _ in range(MEASURED + 1):
+        store.advance()
+        with torch.no_grad(), nodes.recorded(module.step_context):
+            module(layer.x.to(DEVICE).bfloat16(), torch.tensor([[3, 4]]).to(DEVICE), layer.weights.float().to(DEVICE))
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        spent.append(nodes.nanoseconds)
+    assert sorted(set(spent)) == spent, "calls that were dropped stay counted"
+    assert int(store.share[0]) > WHOLE_SHARE // 50
+
+
+def test_the_time_of_the_cpu_is_read_when_its_calls_are_done(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = kept_by(load(random_layer(70, 37, 5, 2, 1), spec_of(ISAS[0])), 0, 0.5)
+    order, figures = list[str](), store.figures
+
+    class Nodes:
+        @property
+        def nanoseconds(self) -> int:
+            order.append("time")
+            return len(order)
+
+    def waited() -> KeptTraffic:
+        order.append("figures")
+        return figures()
+
+    nodes: Any = Nodes()
+    store.uses(nodes)
+    monkeypatch.setattr(store, "figures", waited)
+    order.clear()
+    store.advance()
+    assert order == ["figures", "time"]
+
+
+def test_fixed_tables_stay_as_they_are(load: Load) -> None:
+    layer = random_layer(70, 37, 5, 2, 1)
+    module = load(layer, spec_of(ISAS[0]))
+    store = kept_by(module, 2, fixed=True)
+    table, share = store.table.clone(), store.share.clone()
+    for _ in range(PERIOD + 2):
+        split_call(module, layer.x.bfloat16(), torch.tensor([[3, 4]]), layer.weights.float())
+        store.advance()
+    assert torch.equal(table, store.table) and torch.equal(share, store.share)
+
+
+def test_counts_of_many_runs_weigh_no_more_than_the_steps_that_follow_them(load: Load) -> None:
+    module = load(random_layer(70, 37, 5, 2, 1), spec_of(ISAS[0]))
+    with torch.inference_mode():
+        store = kept_by(module, 2)
+    store.place(torch.tensor([[10**9, 10**9, 0, 0, 0]]))
+    for _ in range(PERIOD * 20):
+        store.counts[0, 3:] += 1
+        store.advance()
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+    assert (store.table[0] != 0).tolist() == [False, False, False, True, True]
+
+
+@pytest.mark.parametrize("form", [("bf16", 0), ("int4", 32)])
+def test_kernels_that_read_experts_by_address_are_checked_before_their_use(
+    form: tuple[WeightFormat, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    panels = panels_of(*form)
+    check_addressed.__wrapped__(panels, DEVICE)
+    with monkeypatch.context() as within:
+        stock = kept_kernels.activations
+        within.setattr(
+            kept_kernels, "activations", lambda *given, per_row, **_: stock(*given, per_row=per_row)
+        )  # without biases
+        with pytest.raises(HostLacks, match=r"H247.*activations"):
+            check_addressed.__wrapped__(panels, DEVICE)
+    monkeypatch.setattr(kept_split, "over_bus", lambda misses, share, lead: misses)
+    with pytest.raises(HostLacks, match=r"H247.*choices"):
+        check_addressed.__wrapped__(panels, DEVICE)
+    monkeypatch.setattr(kept_kernels, "sum_of_choices", lambda rows, addresses, weights: rows[:1])
+    with pytest.raises(HostLacks, match=r"H247.*products at addresses"):
+        check_addressed.__wrapped__(panels, DEVICE)
+
+
+def test_rows_on_another_device_than_the_tables_are_computed_without_them(load: Load) -> None:
+    layer = random_layer(70, 37, 5, 2, 1)
+    module = load(layer, spec_of(ISAS[0]))
+    store = kept_by(module, 2)
+    x, weights = layer.x.bfloat16(), layer.weights.float()
+    with torch.no_grad():
+        wanted = module(x, layer.index, weights)
+    store.layers[0].table = store.layers[0].table.to("meta")
+    assert error(split_call(module, x, layer.index, weights).float(), wanted.float()) <= BOUND
+    assert not sum(store.figures().experts.values())
+
+
+def many_rows(module: FusedMoe, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, int]:
+    """Return what a call of many tokens computes, and the bytes that crossed the bus for it."""
+    module.offload = Offload((DEVICE,), 1, buffer=1 << 20)
+    ring, sent = ring_of(DEVICE, ring_bytes(1 << 20, module.packed_bytes // module.num_experts)), 0
+    sent -= ring.figures().sent
+    computed = module(x, index, weights)
+    return computed, sent + ring.figures().sent
+
+
+def test_calls_of_many_tokens_are_sent_the_experts_that_are_not_kept(load: Load) -> None:
+    layer = random_layer(70, 37, 5, 2, 40)
+    module = load(layer, spec_of(ISAS[0]))
+    x, weights, one = layer.x.bfloat16(), layer.weights.float(), module.packed_bytes // 5
+    kept_by(module, 0)
+    with torch.no_grad():
+        ring = ring_of(DEVICE, ring_bytes(1 << 20, one))  # the first call of a ring measures the bus
+        wanted, nbytes = many_rows(module, x, layer.index, weights)
+        assert nbytes == module.packed_bytes
+        store = kept_by(module, 3)
+        assert module.weights.packed is not None
+        renew_streams(module.weights.packed, sent=False)  # pieces of the next call were sent ahead
+        computed, nbytes = many_rows(module, x, layer.index, weights)
+    assert torch.equal(computed, wanted) and nbytes == 2 * one
+    assert ring.figures().sent and store.num_places == 3
+
+
+def test_an_expert_on_its_way_to_a_place_is_sent_for_a_call_of_many_tokens(load: Load) -> None:
+    layer = random_layer(70, 37, 5, 2, 40)
+    module = load(layer, spec_of(ISAS[0]))
+    store = kept_by(module, 2)
+    x, weights, one = layer.x.bfloat16(), layer.weights.float(), module.packed_bytes // 5
+    with torch.no_grad():
+        wanted, _ = many_rows(module, x, layer.index, weights)
+        store.counts[0, 4] += 1000
+        for _ in range(PERIOD):
+            store.advance()
+        assert module.weights.packed is not None
+        renew_streams(module.weights.packed, sent=False)
+        computed, nbytes = many_rows(module, x, layer.index, weights)
+    assert torch.equal(computed, wanted) and nbytes == 4 * one
+
+
+def test_locked_pages_that_the_system_refuses_are_told_once_with_the_limit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refusing = SimpleNamespace(cudaHostRegister=lambda *_: 2)
+    monkeypatch.setattr("torch.cuda.cudart", lambda: refusing)
+    monkeypatch.setattr(page_lock, "_refused", [])
+    monkeypatch.setattr(page_lock, "_forget_error", lambda: None)
+    owners = [torch.nn.Linear(1, 1) for _ in range(3)]
+    storages = [torch.empty(2 << 20, dtype=torch.uint8) for _ in owners]
+    assert not any(page_lock.page_lock(one, owner) for one, owner in zip(storages, owners, strict=True))
+    assert caplog.text.count("L459") == 1
+    assert "`ulimit -l`" in caplog.text
+
+
+def test_copies_of_a_model_keep_no_experts(load: Load) -> None:
+    module = load(random_layer(70, 37, 5, 2, 1), spec_of(ISAS[0]))
+    kept_by(module, 2)
+    assert module.kept is not None and copy.deepcopy(module).kept is None
+
+
+def test_layers_begin_with_equally_many_experts_or_with_those_chosen_most() -> None:
+    assert first_kept(torch.zeros(3, 4), 5) == [0, 4, 8, 1, 5]
+    assert first_kept(torch.tensor([[0.0, 9, 0], [5, 0, 7]]), 3) == [1, 5, 3]
+
+
+def test_an_expert_leaves_only_for_one_that_is_chosen_clearly_more_often() -> None:
+    counts = torch.tensor([[10.0, 12, 50], [0, 11, 40]])
+    kept = torch.tensor([[True, True, False], [True, False, False]])
+    assert exchanges(counts, kept, 8) == [Exchange(2, 3), Exchange(5, 0)]
+    assert exchanges(counts, kept, 1) == [Exchange(2, 3)]
+    assert exchanges(torch.ones(2, 3), kept, 8) == []
+
+
+def test_even_choices_exchange_almost_no_expert_and_skewed_ones_those_that_pay() -> None:
+    generator = torch.Generator().manual_seed(0)
+    even, skewed = torch.full((8, 64), 6 / 64), torch.full((8, 64), 5 / 64)
+    skewed[:, 60:] = 0.3
+    for rate, least, most in ((even, 0, 5), (skewed, 30, 40)):
+        weights, kept, moved = torch.zeros(8, 64), torch.zeros(8, 64, dtype=torch.bool), 0
+        kept[:, :16] = True
+        for _ in range(40):
+            weights = weights * DECAY + torch.poisson(rate * PERIOD, generator=generator)
+            for one in exchanges(weights, kept, PERIOD):
+                kept.view(-1)[one.entering], kept.view(-1)[one.leaving], moved = True, False, moved + 1
+        assert least <= moved <= most
+    assert bool(kept[:, 60:].all())
