@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ktc.model.experts.backends.graph_backend import HostNode
 from ktc.model.experts.backends.tracing import never_traced
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.own_module import Called, Role, call_routed
+from ktc.model.experts.references.kept_split import COMPUTED_ELSEWHERE
 from ktc.model.experts.trained.lora import ExpertsLora
 from ktc.model.experts.weights import ExpertsWeights
 
@@ -57,6 +59,11 @@ class CalledExperts(FusedMoe):
 
     @never_traced
     def _without_zeros(self, hidden: Tensor, index: Tensor, weights: Tensor, lora: ExpertsLora | None) -> Tensor:
-        rows = torch.nonzero((hidden != 0).any(-1)).squeeze(-1)
+        is_chosen = (hidden != 0).any(-1)
+        plain = not torch.is_grad_enabled() and (lora is None or not any(lora.products))
+        backend = self.backend(len(hidden), plain=plain)
+        if plain and isinstance(backend, HostNode):  # of a captured step, in which no code waits for a number of rows
+            return backend.run_some(hidden, index.masked_fill(~is_chosen[:, None], COMPUTED_ELSEWHERE), weights)
+        rows = torch.nonzero(is_chosen).squeeze(-1)
         computed = FusedMoe.forward(self, hidden[rows], index[rows], weights[rows], lora)
         return torch.zeros_like(hidden).index_copy(0, rows, computed.to(hidden.dtype))

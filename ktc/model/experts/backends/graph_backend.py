@@ -41,6 +41,15 @@ class HostNode(HostBackend):
 
         return with_top_k(self.packed.sizes.top_k, call, x_TH, index_TK, weights_TK).to(x_TH.dtype)
 
+    def run_some(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Call the experts without LoRA, but not where `index_TK` is `COMPUTED_ELSEWHERE`: that adds nothing."""
+
+        def call(*rows: Tensor) -> Tensor:
+            inputs = self.packed.inputs(*rows)
+            return self.nodes.run_rest(self.packed, *inputs, lambda: inputs[0].new_zeros(()))
+
+        return with_top_k(self.packed.sizes.top_k, call, x_TH, index_TK, weights_TK).to(x_TH.dtype)
+
     def saved_bytes(self, gate_up_rank: int, down_rank: int) -> int:
         """Return 0: there is no backward."""
         return 0

@@ -10,6 +10,7 @@ from kernel_layers import ISAS, Load, random_layer, spec_of
 from lora_layers import adapt
 from recorded_steps import call_at_once
 
+from ktc.model.experts.called_module import CalledExperts
 from ktc.model.experts.host import host_node
 from ktc.model.experts.host.host_node import HostNodes, runtime_libraries
 from ktc.model.experts.trained.lora import ExpertsLora
@@ -34,6 +35,28 @@ def test_a_host_function_computes_what_the_kernel_computes(load: Load) -> None:
     assert module.step_context.host_nodes is None
 
 
+def test_experts_that_are_called_with_rows_of_zero_compute_the_others_in_a_recorded_step(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = random_layer(70, 37, 5, 1, 3, seed=2)
+    module = load(layer, spec_of(ISAS[0]))
+    experts = CalledExperts(module.weights, {"hidden_states": "hidden"}, "by_expert")
+    rows = torch.zeros(5, 3, 70, dtype=torch.bfloat16)
+    rows[layer.index[:, 0], torch.arange(3)] = layer.x.to(torch.bfloat16)
+    wanted = experts(rows.view(15, 70))
+    assert float(wanted.abs().sum()) > 0
+
+    def waits(*_: object) -> None:
+        raise AssertionError("a capture forbids code that waits for the GPU")
+
+    monkeypatch.setattr(torch, "nonzero", waits)
+    nodes = HostNodes(call_at_once)
+    with torch.no_grad(), nodes.recorded(experts.step_context):
+        found = experts(rows.view(15, 70)).clone()
+    nodes.check(lambda _: "")
+    assert torch.equal(found, wanted)
+
+
 def test_a_recorded_call_reads_what_its_memory_holds_when_it_runs(load: Load) -> None:
     layer = random_layer(70, 37, 5, 2, 9, seed=2)
     module = load(layer, spec_of(ISAS[0]))
@@ -49,6 +72,28 @@ def test_a_recorded_call_reads_what_its_memory_holds_when_it_runs(load: Load) ->
         thread.start()
         thread.join()
     assert torch.equal(memory.out, module(2 * x, layer.index, weights))
+
+
+def test_an_error_of_a_later_step_is_not_that_of_the_one_before(load: Load) -> None:
+    layer = random_layer(70, 37, 5, 2, 9, seed=2)
+    module = load(layer, spec_of(ISAS[0]))
+    called: list[tuple[int, int]] = []
+    nodes = HostNodes(lambda *call: called.append(call))
+    nodes.begin()  # of an earlier capture
+    with nodes.recorded(module.step_context):
+        module(layer.x.to(torch.bfloat16), layer.index, layer.weights.float())
+    (memory,) = nodes._memories.values()
+    numbers = list[int]()
+    for index in (layer.index, layer.index + 5):  # both are under way when the first one is checked
+        nodes.begin()
+        numbers.append(nodes.begun)
+        memory.index.copy_(index)
+        call_at_once(*called[0])
+    first, second = numbers
+    nodes.check(lambda _: "layers.3", first)
+    with pytest.raises(IndexError):
+        nodes.check(lambda _: "layers.3", second)
+    nodes.check(lambda _: "layers.3")
 
 
 def test_an_expert_that_does_not_exist_is_told_with_its_layer(load: Load) -> None:
