@@ -9,7 +9,7 @@ done once per step: walking through all modules costs more than all other code a
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ktc.model.hf.patching import with_attributes
+from ktc.model.hf.patching import stock_class, with_attributes
 from ktc.model.loading.compiled_model import CompiledModel
 from ktc.training.trainers.chunked_loss import WholeLogits, causal_model, in_chunks_of_tokens
 from ktc.training.trainers.joined_inputs import Batch, Inputs, rows_of
 from ktc.training.trainers.layer_calls import ModelCall, caller_of, finished, record
 from ktc.training.trainers.own_losses import own_losses_of
-from ktc.training.trainers.private_api import prepared_inputs
+from ktc.training.trainers.private_api import positions_follow, prepared_inputs
 from ktc.training.trainers.sent_values import SentValues
 from ktc.training.trainers.split_layer import CannotStack, SplitLayer
 
@@ -91,8 +91,12 @@ class EmbedAndHead:
             CannotStack: the model cannot be run layer by layer.
         """
 
+        # a stock model counts positions itself where it gets none
+        is_stock = stock_class(self.causal).__module__.startswith("transformers.")
+        follow = is_stock and self.in_parts and "position_ids" not in inputs
+
         def begin() -> None:
-            with self._trainer.compute_loss_context_manager():
+            with self._trainer.compute_loss_context_manager(), positions_follow() if follow else nullcontext():
                 self._trainer.compute_loss(self._model, dict(inputs), num_items_in_batch=num_items)
 
         return record(self._layers, begin)

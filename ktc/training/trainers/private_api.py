@@ -95,6 +95,16 @@ def end_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
         generator.graphsafe_set_state(generator.clone_state())
 
 
+# torch: optimizers ----------------------------------------------------------------------------------------------------
+def steps_as_its_class(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the `step` of this one object is its class's, or that in the wrapper of a learning-rate schedule.
+
+    The wrapper, which counts its calls, has no public mark.
+    """
+    step = cast("Any", vars(optimizer)).get("step")
+    return step is None or hasattr(step, "_wrapped_by_lr_sched")
+
+
 # torch: processes -----------------------------------------------------------------------------------------------------
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy tensors to others of their shapes, on a GPU by few launches; torch has no public name for it."""
@@ -126,6 +136,20 @@ def without_masks() -> Generator[None]:
 
     with attributes(masking_utils, _preprocess_mask_arguments=given):
         yield
+
+
+def positions_follow() -> AbstractContextManager[Any]:
+    """Let the functions of transformers that make masks take positions as those of one sequence in each row.
+
+    They ask the device whether rows are packed, for which the host would wait.
+    """
+
+    def of_one_sequence(position_ids: Tensor) -> None:
+        """Return what the stock function does where each position is the one before plus one."""
+
+    if not hasattr(masking_utils, "find_packed_sequence_indices"):
+        return nullcontext()
+    return attributes(masking_utils, find_packed_sequence_indices=of_one_sequence)
 
 
 def store_of_the_run(prefix: str) -> Any:
@@ -349,9 +373,11 @@ class TrainerHooks(_Trainer):
     def logs_as_stock(self) -> bool:
         """Whether the log of a step is the stock one, of values that the next step does not change."""
         ours, stock = type(self), Trainer
-        own = "log" in vars(self) or ours.log is not stock.log
+        other = "log" in vars(self) or ours.log is not stock.log
         counted = getattr(self.args, "include_num_input_tokens_seen", "no") not in ("no", False)
-        return not own and not counted and hasattr(_transformers_trainer, "nested_gather") and self._ends_steps_as_stock
+        return (
+            not other and not counted and hasattr(_transformers_trainer, "nested_gather") and self._ends_steps_as_stock
+        )
 
     @property
     def _ends_steps_as_stock(self) -> bool:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from ktc.training.trainers.private_api import steps_as_its_class
+
 _DEVICES: Final = {"cuda"}  # that compute while the host does not wait
 _KINDS: Final = (torch.optim.Adam, torch.optim.AdamW)
 
@@ -24,9 +26,8 @@ def skips_alone(optimizer: Any, parameters: Sequence[Tensor]) -> bool:
     devices = {parameter.device for parameter in parameters if parameter.grad is not None}
     if type(stock) not in _KINDS or len(devices) != 1 or next(iter(devices)).type not in _DEVICES:
         return False
-    step = cast("Any", vars(stock)).get("step")  # schedules count its calls
     groups = cast("Sequence[Mapping[str, Any]]", stock.param_groups)
-    return all(group.get("fused") for group in groups) and (step is None or hasattr(step, "_wrapped_by_lr_sched"))
+    return all(group.get("fused") for group in groups) and steps_as_its_class(stock)
 
 
 def skip_unless_finite(optimizer: Any, parameters: Sequence[Tensor], norm: Tensor) -> Tensor:

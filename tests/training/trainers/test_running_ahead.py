@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from small_runs import adapted, equal, rows, settings, trained, trainer
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, masking_utils
 
 from ktc.diagnostics import KtcError
 from ktc.training import KTrainer
@@ -239,3 +239,23 @@ def test_nothing_is_read_later_where_layers_are_not_replayed(
     events = noted(monkeypatch)
     assert fetch_ahead.has_known_callbacks(run(out, tmp_path, max_steps=2))
     assert [event for event in events if event != "backward"] == ["update", "read", "log"] * 2 + ["log"]
+
+
+@pytest.mark.parametrize(("kind", "asks"), [("stock", False), ("positions", True), ("own", True)])
+def test_the_device_is_not_asked_whether_rows_are_packed_where_a_model_counts_positions(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, asks: bool
+) -> None:
+    class Own(KTrainer):
+        def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    asked: list[Tensor] = []
+    stock = masking_utils.find_packed_sequence_indices
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda ids: asked.append(ids) or stock(ids))
+    model = adapted(out)
+    data = [{name: row[name] for name in ("input_ids", "labels")} for row in rows(model.config.vocab_size)]
+    if kind == "positions":
+        data = [{**row, "position_ids": torch.arange(12) % 6} for row in data]
+    options = settings(tmp_path, max_steps=2, gradient_accumulation_steps=2)
+    (Own if kind == "own" else KTrainer)(model=model, args=options, train_dataset=data).train()
+    assert bool(asked) == asks
