@@ -1,7 +1,7 @@
 // The functions of `ktc/interface/`, once in a library.
 #define KTC_UNIT interface
 
-#include <atomic>
+#include <algorithm>
 #include <chrono>
 #include <memory>
 #include <mutex>
@@ -80,7 +80,10 @@ void Engine::exclusively(Call call, void* context) const {
   call(context, threads, shared.memory);
 }
 
-HostCall::HostCall(std::function<void()> call) : call_(std::move(call)) {}
+HostCall::HostCall(std::function<void()> call, std::function<std::int64_t()> amount)
+    : call_(std::move(call)), amount_(std::move(amount)) {
+  thrown_.reserve(kMostThrown);  // a run allocates nothing
+}
 
 HostCall::~HostCall() = default;
 
@@ -90,28 +93,39 @@ const std::function<void()>& HostCall::call() const {
 
 void HostCall::run(void* call) noexcept {
   auto& self = *static_cast<HostCall*>(call);
+  std::int64_t amount = 1;
+  std::exception_ptr error;
   const auto start = std::chrono::steady_clock::now();
   try {
+    if (self.amount_) amount = self.amount_();
     self.call_();
   } catch (...) {
-    const std::lock_guard lock(self.busy_);
-    if (!self.thrown_) self.thrown_ = std::current_exception();
+    error = std::current_exception();
   }
   const std::chrono::nanoseconds taken = std::chrono::steady_clock::now() - start;
-  self.nanoseconds_.fetch_add(taken.count(), std::memory_order_relaxed);
+  const std::lock_guard lock(self.busy_);
+  ++self.ended_;
+  if (error && self.thrown_.size() < kMostThrown) self.thrown_.push_back({self.ended_, error});
+  if (amount == 0 || error) return;
+  self.work_.nanoseconds += taken.count();
+  self.work_.amount += amount;
+  ++self.work_.runs;
 }
 
-std::int64_t HostCall::nanoseconds() const {
-  return nanoseconds_.load(std::memory_order_relaxed);
+HostWork HostCall::work() const {
+  const std::lock_guard lock(busy_);
+  return work_;
 }
 
-void HostCall::rethrow() {
-  std::exception_ptr thrown;
+void HostCall::rethrow(std::int64_t runs) {
+  std::exception_ptr first;
   {
     const std::lock_guard lock(busy_);
-    thrown = std::exchange(thrown_, nullptr);
+    const auto later = std::ranges::find_if(thrown_, [runs](const Thrown& thrown) { return thrown.run > runs; });
+    if (later != thrown_.begin()) first = thrown_.front().error;
+    thrown_.erase(thrown_.begin(), later);
   }
-  if (thrown) std::rethrow_exception(thrown);
+  if (first) std::rethrow_exception(first);
 }
 
 class HostThread::Loop {

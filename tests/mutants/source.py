@@ -45,8 +45,8 @@ MUTANTS = (
     ),
     Mutant(
         "runtime/include/ktc/routing.hpp",
-        "if (index[pair] < 0 || index[pair] >= num_experts) {",
-        "if (index[pair] < 0 || index[pair] > num_experts) {",
+        "if (expert < 0 || expert >= num_experts) {",
+        "if (expert < 0 || expert > num_experts) {",
         "tests/model/experts",
     ),
     Mutant(

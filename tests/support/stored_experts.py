@@ -19,12 +19,14 @@ def in_blocks(gate_up: str, down: str) -> FusedMoeSpec:
     return replace(spec_of(ISAS[0]), format_gate_up=gate_up, format_down=down)
 
 
-def stored_experts(spec: FusedMoeSpec, num_experts: int, tokens: int = 1, least: int = 300) -> tuple[FusedMoe, Layer]:
+def stored_experts(
+    spec: FusedMoeSpec, num_experts: int, tokens: int = 1, least: int = 300, intermediate: int = 45
+) -> tuple[FusedMoe, Layer]:
     """Return experts in the formats of `spec`, with sizes that are no multiples of those where the formats allow it.
 
     Codes have rows and columns of `least` numbers or more, by default more than one tile of a kernel has.
     """
-    sizes = {"hidden": 70, "intermediate": 45}
+    sizes = {"hidden": 70, "intermediate": intermediate}
     for name, stored in zip(sizes, spec.formats * 2, strict=False):
         row = FORMATS[stored]
         whole = spec.group_size if isinstance(row, Codes) and row.even else row.whole

@@ -341,13 +341,14 @@ class CapturedStep:
     def replayed(self, model: PreTrainedModel) -> Wait:
         """Begin a replay. The function that this returns waits until it is done, and raises its errors."""
         wait = self.replay()
+        number = None if self.nodes is None else self.nodes.begun  # another replay may begin before the end of this one
 
         def end() -> None:
             try:
                 wait()
             finally:  # an error of the GPU may be a consequence of theirs
                 if self.nodes is not None:
-                    self.nodes.check(lambda packed: layer_name(model, packed))
+                    self.nodes.check(lambda packed: layer_name(model, packed), number)
 
         return end
 

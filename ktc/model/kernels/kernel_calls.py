@@ -9,10 +9,22 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 from ktc.model.kernels.kernel_library import Arguments, Engine, NativeHostCall
+
+
+class HostWork(NamedTuple):
+    """The time of a call's runs that computed something, the amount that they computed, and how many they are.
+
+    The amount is in intermediate units for partial calls of experts, and one per run for others.
+    """
+
+    nanoseconds: int
+    amount: int
+    runs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +49,16 @@ class HostCall:
         ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.function)(self.address)
 
     @property
-    def nanoseconds(self) -> int:
-        """The time of all calls."""
-        return self.native.nanoseconds
+    def work(self) -> HostWork:
+        """The work of all calls so far that had something to compute."""
+        return HostWork(*self.native.work)
 
-    def rethrow(self) -> None:
-        """Raise what the first failed call since the last `rethrow` has thrown."""
-        self.native.rethrow()
+    def rethrow(self, runs: int | None = None) -> None:
+        """Raise what the first failed call since the last `rethrow` has thrown, of the first `runs` calls if given."""
+        if runs is None:
+            self.native.rethrow()
+        else:
+            self.native.rethrow(runs)
 
 
 Bind = Callable[[tuple[Tensor | None, ...], Tensor], HostCall]  # of the tensors that a call reads, and its output

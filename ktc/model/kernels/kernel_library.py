@@ -48,9 +48,9 @@ class NativeHostCall(Protocol):
 
     function: int
     address: int
-    nanoseconds: int
+    work: tuple[int, int, int]
 
-    def rethrow(self) -> None: ...
+    def rethrow(self, runs: int = ..., /) -> None: ...
 
 
 class NativeHostThread(Protocol):
@@ -90,6 +90,7 @@ class NativeKernel(NativeForward, Protocol):
     def pack_blocks(self, matrix: Arguments, blocks: int, kind: str, /) -> None: ...
     def unpack(self, matrix: Arguments, target: int, /) -> None: ...
     def backward(self, engine: Engine, arguments: Arguments, /) -> None: ...
+    def partial_call(self, engine: Engine, arguments: Arguments, choices: int, units: int, /) -> NativeHostCall: ...
 
 
 class NativeLinear(NativeForward, Protocol):

@@ -63,7 +63,8 @@ class RoutedExperts:
     its share in `chunks`. Their adapters are updated on `adapters_on`, "" for the device of the work.
     In decoding steps that are CUDA graphs, the first device reads the part `kept` of the experts from its memory and,
     by `bus_share`, some of the others over the bus; None: it reads none in them. With `fixed` the share alone decides.
-    So it does by `division` in calls of more rows, which are not sent. A row of hidden states has `hidden` bytes, one
+    So it does by `division` in calls of more rows, which are not sent. In a step one expert of `parts` parts is divided
+    by them. A row of hidden states has `hidden` bytes, one
     between the products `inner`.
     """
 
@@ -80,6 +81,7 @@ class RoutedExperts:
     hidden: int = 0
     inner: int = 0
     division: Division | None = None
+    parts: int = 1
 
     def touched(self, tokens: int) -> float:
         """Return the share of experts that `tokens` tokens use, where every expert is as likely."""
@@ -88,7 +90,7 @@ class RoutedExperts:
     def engines(self, use: Use, lead: float = 0.0) -> tuple[float, float, float] | None:
         """Return how many experts of a step a GPU's memory, the bus and the CPU read; None where one engine does.
 
-        The bus reads whole experts of those that are not kept, by `kept_split.over_bus`.
+        The bus reads whole experts of those that are not kept, and the first parts of one, by `kept_split.over_bus`.
         """
         if self.bus_share is None or use.trains or self.sent_to(use.tokens):
             return None
@@ -100,9 +102,13 @@ class RoutedExperts:
         if use.phase != "decode" or use.tokens > SPLIT_ROWS:
             return None
         fewer = int(misses)
-        below, above = (min(number, int((number + 1) * self.bus_share + lead)) for number in (fewer, fewer + 1))
+        below, above = (self._over_bus(number, self.bus_share, lead) for number in (fewer, fewer + 1))
         sent = below + (misses - fewer) * (above - below)
         return chosen - misses, sent, misses - sent
+
+    def _over_bus(self, misses: int, share: float, lead: float) -> float:
+        parts = misses * self.parts
+        return min(parts, int((parts + 1) * share + lead * self.parts)) / self.parts
 
     def is_divided(self, use: Use) -> bool:
         """Whether the experts of a prompt, which are not sent, are divided. Steps with as many rows are the CPU's."""

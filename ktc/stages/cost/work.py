@@ -15,7 +15,7 @@ from torch import fx
 from ktc.foundation.formats import FORMATS, Dense
 from ktc.model.attention.sink_prompts import computes_prompts
 from ktc.model.experts.kept.kept_division import Division
-from ktc.model.experts.layouts.panel_codes import codes_of
+from ktc.model.experts.layouts.panel_codes import addressed_codes_of, codes_of, cuts_of
 from ktc.model.experts.streamed.stream_sizes import DEFAULT_BUFFER, Chunks, chunk_bytes
 from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_of
@@ -219,7 +219,7 @@ class _Works:
                 count, top_k, prefill.devices, prefill.tokens, prefill.resident, chunks,
                 adapters_on=prefill.devices[0] if on_gpu else "",
                 kept=(prefill.kept or 0) / count, bus_share=None if prefill.kept is None else prefill.share,
-                fixed=prefill.fixed_split, hidden=nbytes, inner=inner,
+                fixed=prefill.fixed_split, hidden=nbytes, inner=inner, parts=self._parts(spec, int(about["inter"])),
                 division=Division(prefill.divided, prefill.crowded) if prefill.divided else None,
             )  # fmt: skip
         return replace(
@@ -234,6 +234,11 @@ class _Works:
             coded=coded,
             scattered=self._plan.host.numa > 1 and (prefill is not None or action.target.settings["numa"] == "none"),
         )
+
+    @staticmethod
+    def _parts(spec: FusedMoeSpec, inner: int) -> int:
+        """Return into how many parts an expert of a step can be cut."""
+        return cuts_of(inner, addressed_codes_of(FORMATS[spec.format_down], spec.group_size)).parts
 
     def _chunks(self, spec: FusedMoeSpec, prefill: Prefill, decoded: int, *, plain: bool) -> int:
         """Return the number of chunks that each device computes a layer's experts in."""

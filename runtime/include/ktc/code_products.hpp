@@ -4,7 +4,9 @@
 //
 //   kRows       the most rows of an expert, in any number of groups; 0: codes are always decoded.
 //   kConverts   whether rows are read in another form, of `bytes`: `convert` writes it, once for all panels and
-//   workers. multiply    one group, [k / 2][rows][2], and its other form with a whole panel.
+//               workers.
+//   multiply    one group, [k / 2][rows][2], and its other form with a panel from `k` on: both are given whole, and
+//               the panel from there. All of `k` is read but for an expert that is computed in part.
 #pragma once
 
 #include <cstddef>
@@ -14,6 +16,7 @@
 #include "ktc/concepts.hpp"
 #include "ktc/element.hpp"
 #include "ktc/shape.hpp"
+#include "ktc/tensor_view.hpp"
 #include "ktc/weight_format/blocks.hpp"
 #include "ktc/weight_format/code_words.hpp"
 #include "ktc/weight_format/fixed_point_rows.hpp"
@@ -54,11 +57,11 @@ struct WordRows {
   static void convert(int rows, std::int64_t padded_k, const bf16* a, std::byte* target) {
     weight_format::to_row_words<Words, Panel>(rows, padded_k, a, target);
   }
-  static void multiply(int rows, std::int64_t padded_k, const bf16* a, const std::byte* x, const CodedPanel& panel,
-                       float* tile) {
-    const auto words = weight_format::fixed_point_rows(x, rows, padded_k);
-    weight_format::multiply_words<Words, Panel>(padded_k, words, panel, tile);
-    if (!words.finite()) weight_format::multiply_decoded<Isa, Panel>(words, padded_k, a, panel.begin, tile);
+  static void multiply(int rows, Range k, const bf16* a, const std::byte* x, const CodedPanel& panel, float* tile) {
+    const auto words = weight_format::fixed_point_rows(x, rows, k.end);
+    weight_format::multiply_words<Words, Panel>(k.size(), words.from(k.begin), panel, tile);
+    if (words.finite()) return;
+    weight_format::multiply_decoded<Isa, Panel>(words, k.size(), a + k.begin * rows, panel.begin, tile);
   }
 };
 
@@ -70,10 +73,9 @@ struct FloatRows {
   static void convert(int rows, std::int64_t padded_k, const bf16* a, std::byte* target) {
     weight_format::widen_rows(rows, padded_k, a, reinterpret_cast<float*>(target));
   }
-  static void multiply(int rows, std::int64_t padded_k, const bf16*, const std::byte* x, const CodedPanel& panel,
-                       float* tile) {
-    const auto* values = reinterpret_cast<const float*>(x);
-    weight_format::multiply_numbers<typename Isa::Lanes, Panel, Isa::kNumberRows>(rows, padded_k, values, panel.begin,
+  static void multiply(int rows, Range k, const bf16*, const std::byte* x, const CodedPanel& panel, float* tile) {
+    const auto* values = reinterpret_cast<const float*>(x) + k.begin * rows;
+    weight_format::multiply_numbers<typename Isa::Lanes, Panel, Isa::kNumberRows>(rows, k.size(), values, panel.begin,
                                                                                   tile);
   }
 };
@@ -123,9 +125,8 @@ class CodeProducts<Isa, Panel> {
   static constexpr int kRows = Isa::kCodeRows;
   static constexpr bool kConverts = false;
 
-  static void multiply(int rows, std::int64_t contraction, const bf16* a, const std::byte*, const CodedPanel& panel,
-                       float* tile) {
-    weight_format::multiply_codes<Panel, kRows>(rows, contraction, a, panel, tile);
+  static void multiply(int rows, Range k, const bf16* a, const std::byte*, const CodedPanel& panel, float* tile) {
+    weight_format::multiply_codes<Panel, kRows>(rows, k.size(), a + k.begin * rows, panel, tile);
   }
 };
 #endif

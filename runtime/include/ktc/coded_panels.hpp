@@ -26,9 +26,7 @@ class CodedPanels {
   const PanelPlaces& places() const { return places_; }
   const std::byte* panel(std::int64_t expert, std::int64_t index) const { return places_.panel(expert, index); }
 
-  CodedPanel coded(PanelPart part, PanelPart next) const {
-    return {panel(part.expert, part.panel), panel(next.expert, next.panel)};
-  }
+  CodedPanel coded(PanelPart part, PanelPart next) const { return {stretch(part), stretch(next)}; }
 
   void start(PanelPart) const {}
   Ahead ahead(PanelPart next, PanelPart, std::int64_t calls) const {
@@ -41,6 +39,10 @@ class CodedPanels {
   void advance() const {}
 
  private:
+  const std::byte* stretch(PanelPart part) const {
+    return panel(part.expert, part.panel) + Panel::scales_at(part.first_k / kPanelWidth);
+  }
+
   PanelPlaces places_;
   std::int64_t contraction_;
 };

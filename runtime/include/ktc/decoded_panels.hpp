@@ -61,12 +61,13 @@ class DecodedPanels : public CodedPanels<Isa, PanelType> {
   }
   void read(const Slots& slots, const std::byte* memory) { read_ = {&slots, memory}; }
 
-  // A whole panel and one group of an expert with up to `kStreamRows` rows, without decoding.
+  // A panel to its end and one group of an expert with up to `kStreamRows` rows, without decoding.
   void multiply_codes(const SlotGroup& group, PanelPart part, PanelPart next, const Element* a,
                       typename Isa::Accumulator* tile) const {
     const std::byte* converted = nullptr;
     if constexpr (kConvertedRows > 0) converted = read_.of(group);
-    Products::multiply(group.rows, this->contraction(), a, converted, this->coded(part, next), tile);
+    const Range k{part.first_k, this->contraction()};
+    Products::multiply(group.rows, k, a, converted, this->coded(part, next), tile);
   }
 
  private:

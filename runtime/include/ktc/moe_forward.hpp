@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <stdexcept>
 #include <type_traits>
 
 #include "ktc/forward_products.hpp"
@@ -21,6 +22,21 @@ namespace ktc::inline KTC_UNIT {
 template <class Layer>
 using ForwardProducts = std::conditional_t<Layer::kIntegerProducts, IntegerProducts<Layer>, ElementProducts<Layer>>;
 
+// The results of the activation that another engine has count as zeros: what converts rows reads them, and products of
+// more rows multiply them.
+template <class Element>
+void clear_skipped(const Routing& routing, Range groups, std::int64_t row_size, Element* activated_S) {
+  if (routing.first_unit() == 0) return;
+  for (const ActiveExpert& active : routing.active_experts()) {
+    if (active.first_unit == 0) continue;
+    const auto end = std::min(groups.end, static_cast<std::int64_t>(active.last_group));
+    for (auto index = std::max(groups.begin, static_cast<std::int64_t>(active.first_group)); index < end; ++index) {
+      const SlotGroup& group = routing.groups()[static_cast<std::size_t>(index)];
+      std::fill_n(activated_S + group.first_slot * row_size, group.rows * active.first_unit, Element{});
+    }
+  }
+}
+
 template <class Layer>
 void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arguments) {
   using Isa = typename Layer::Isa;
@@ -31,6 +47,11 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
   using Epilogue = FirstEpilogue<Layer, typename Products::ActivatedRows>;
   const auto& shape = layer.shape;
   const Routing routing = layer.route(arguments.top_k_index, arguments.tokens, arguments.partial);
+  layer.check_first_unit(routing.first_unit());
+  if (routing.first_unit() > 0 &&
+      (arguments.saved != nullptr || arguments.lora_first.rank > 0 || arguments.lora_down.rank > 0)) {
+    throw std::invalid_argument("an expert is computed in part only without LoRA, and without a backward");
+  }
   const std::int64_t slots = routing.num_slots();
   if (slots == 0) {
     auto* out = static_cast<Element*>(arguments.out);
@@ -93,6 +114,7 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
       const SweepScratch<Layer> scratch{sums_at_hand_W.data() + worker.index * sums_at_hand<Isa>(),
                                         scratch_W.data() + worker.index * layer.panel_scratch()};
       products.read_hidden(worker, share(num_groups), hidden_TH, hidden_S);
+      clear_skipped(routing, share(num_groups), shape.padded_intermediate(), activated_S);
       lora_first.read(routing, worker);
       lora_down.read(routing, worker);
       sums.clear(share(arguments.tokens));

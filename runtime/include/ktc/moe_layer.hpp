@@ -7,9 +7,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <stdexcept>
+#include <string>
 
 #include "ktc/concepts.hpp"
 #include "ktc/decoded_panels.hpp"
+#include "ktc/interface/text.hpp"
 #include "ktc/lora_dropout.hpp"
 #include "ktc/moe_sweep.hpp"
 #include "ktc/panel_places.hpp"
@@ -48,13 +51,25 @@ struct MoeLayer {
   // The products of forward, whose panels a node's workers share. Two panels of gate and up write the halves of one
   // cache line of activations.
   PanelSet first_set() const {
-    return {format.num_first_panels(), format.first_contraction(), PanelTurns::kNone, kFirstParts};
+    return {.num_panels = format.num_first_panels(),
+            .contraction = format.first_contraction(),
+            .turns = PanelTurns::kNone,
+            .together = kFirstParts,
+            .units = kPanelWidth / kFirstParts};
   }
   PanelSet down_set() const { return {format.num_down_panels(), format.down_contraction(), PanelTurns::kByExpert}; }
 
   Routing route(const std::int64_t* top_k_index, std::int64_t tokens, bool partial = false) const {
     return Routing(top_k_index, tokens, shape.top_k(), shape.num_experts(),
                    {.most = Isa::kMaxRows, .least = Isa::kBlocked ? Isa::kStreamRows + 1 : 0}, partial);
+  }
+  // Throws std::invalid_argument for a unit from which an expert cannot be computed: panels of gate and up, and the
+  // scales of down, are read whole.
+  void check_first_unit(std::int64_t unit) const {
+    if (unit == 0) return;
+    const std::int64_t step = kPanelWidth * span_blocks();
+    if (!kIntegerProducts && unit % step == 0 && unit > 0 && unit < shape.intermediate()) return;
+    throw std::invalid_argument("this kernel does not compute experts from intermediate unit " + decimal(unit) + " on");
   }
   // Outputs of the first product, padded: of gate and up, or of up alone.
   std::int64_t first_size() const { return kFirstParts * shape.padded_intermediate(); }
@@ -80,6 +95,18 @@ struct MoeLayer {
   std::int64_t transposed_scratch() const {
     return std::max(FirstSources::Transposed::scratch_size(format.num_first_panels()),
                     DownSources::Transposed::scratch_size(format.num_down_panels()));
+  }
+
+  // Blocks of 32 weights of an output of down that share scales.
+  static constexpr std::int64_t span_blocks() {
+    using Panel = typename Format::DownPanel;
+    if constexpr (requires { Panel::kSpanBlocks; }) {
+      return Panel::kSpanBlocks;
+    } else if constexpr (requires { Panel::kGroupBlocks; }) {
+      return Panel::kGroupBlocks;
+    } else {
+      return 1;
+    }
   }
 
   // Lanes of the 16-wide half panel that are not padding.
@@ -282,7 +309,8 @@ class TokenSums {
 };
 
 // After the last product of forward or backward: add each slot to its token. Forward's carry the routing weight
-// (`weight_S` is null in backward), and before it the bias of down where there is one (`packed` is null without).
+// (`weight_S` is null in backward), and before it the bias of down where there is one (`packed` is null without),
+// unless the expert is computed in part: then another engine adds it.
 template <class Layer>
 class AddToTokens {
  public:
@@ -300,7 +328,7 @@ class AddToTokens {
   }
 
   void operator()(const SlotGroup& group, PanelPart part, Accumulator* tile) const {
-    if (packed_ != nullptr) add_bias(group, part, tile);
+    if (packed_ != nullptr && !routing_.is_divided(part.expert)) add_bias(group, part, tile);
     for (int row = 0; row < group.rows; ++row) {
       const std::int64_t slot = group.first_slot + row;
       const Accumulator weight = weight_S_ == nullptr ? Accumulator{1} : weight_S_[slot];

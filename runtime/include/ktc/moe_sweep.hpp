@@ -76,13 +76,15 @@ class Sweep {
 
   const SweepOrder<Kernel>& here() const { return window_.here(); }
 
-  // The first panels, where they are read as they are stored.
+  // The first panels, where they are read as they are stored; one from its first block on, if others are skipped.
   Upcoming upcoming() const {
     if constexpr (Panels::kStreamRows > 0) {
       if (!here().done() && num_rows() <= Panels::kStreamRows) {
         const PanelPart part = here().part();
-        const std::int64_t bytes = here().num_panels_of_take() * panels_.places().panel_bytes();
-        return {panels_.places().panel(part.expert, part.panel), std::min(bytes, kMostUpcoming)};
+        const std::int64_t bytes = panels_.places().panel_bytes();
+        const std::int64_t skipped = bytes * part.first_k / panels_.contraction();
+        const std::int64_t read = skipped > 0 ? bytes - skipped : here().num_panels_of_take() * bytes;
+        return {panels_.places().panel(part.expert, part.panel) + skipped, std::min(read, kMostUpcoming)};
       }
     }
     return {};
@@ -133,7 +135,8 @@ class Sweep {
       panels_.multiply_codes(group, part, next, rows_of(group), tile);
     } else {
       typename Panels::Ahead nothing;
-      kernel_.multiply(group.rows, part.size_k / kDepth, rows_of(group), panels_.current(part), tile, nothing);
+      const Element* a = rows_of(group) + part.first_k * group.rows;
+      kernel_.multiply(group.rows, part.size_k / kDepth, a, panels_.current(part), tile, nothing);
     }
   }
 
@@ -149,7 +152,7 @@ class Sweep {
       if (here().ends_sum()) epilogue_.prefetch(*group, part);
       const Element* a = rows_of(*group) + part.first_k * group->rows;
       if constexpr (Panels::kReadsWords) {
-        panels_.multiply(*group, a, tile, ahead);
+        panels_.multiply(*group, rows_of(*group), tile, ahead);
       } else if (here().begins_sum()) {
         kernel_.multiply(group->rows, steps, a, packed, tile, ahead);
       } else if constexpr (Kernel::kBlocked) {

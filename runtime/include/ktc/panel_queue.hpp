@@ -23,16 +23,22 @@ class PanelQueue {
   struct Item {
     std::size_t active;  // index of an active expert; their number when nothing is left
     Range panels;
+    std::int64_t first_k;  // of their contraction
   };
 
-  // `at_a_time(active)` returns the number of an expert's panels that are taken together.
+  // `at_a_time(active)` returns the number of an expert's panels that are taken together. A panel has `units` of the
+  // intermediate size, or 0 where that is the contraction: the panels, or the contraction, of an expert that is
+  // computed in part begin later.
   template <class AtATime>
-  PanelQueue(const Routing& routing, Range panels, PanelTurns turns, const AtATime& at_a_time)
+  PanelQueue(const Routing& routing, Range panels, PanelTurns turns, std::int64_t units, const AtATime& at_a_time)
       : panels_(panels), finished_(static_cast<std::size_t>(turns == PanelTurns::kNone ? 0 : panels.size())) {
     std::int64_t items = 0;
     for (const ActiveExpert& active : routing.active_experts()) {
       at_a_time_.push_back(at_a_time(active));
-      items += (panels.size() + at_a_time_.back() - 1) / at_a_time_.back();
+      const std::int64_t skipped = units == 0 ? 0 : active.first_unit / units;
+      first_panel_.push_back(std::clamp(skipped, panels.begin, panels.end));
+      first_k_.push_back(units == 0 ? active.first_unit : 0);
+      items += (panels.end - first_panel_.back() + at_a_time_.back() - 1) / at_a_time_.back();
       last_item_.push_back(items);
     }
   }
@@ -41,9 +47,9 @@ class PanelQueue {
     const std::int64_t item = next_.fetch_add(1, std::memory_order_relaxed);
     const auto last = std::upper_bound(last_item_.begin(), last_item_.end(), item);
     const auto active = static_cast<std::size_t>(last - last_item_.begin());
-    if (last == last_item_.end()) return {active, {0, 0}};
-    const std::int64_t first = panels_.begin + (item - (active == 0 ? 0 : *(last - 1))) * at_a_time_[active];
-    return {active, {first, std::min(first + at_a_time_[active], panels_.end)}};
+    if (last == last_item_.end()) return {active, {0, 0}, 0};
+    const std::int64_t first = first_panel_[active] + (item - (active == 0 ? 0 : *(last - 1))) * at_a_time_[active];
+    return {active, {first, std::min(first + at_a_time_[active], panels_.end)}, first_k_[active]};
   }
 
   // Waits until the active experts before this one are finished with a panel. They were taken earlier, so no deadlock
@@ -67,6 +73,8 @@ class PanelQueue {
  private:
   Range panels_;
   std::vector<std::int64_t> at_a_time_;               // by active expert
+  std::vector<std::int64_t> first_panel_;             // likewise
+  std::vector<std::int64_t> first_k_;                 // likewise
   std::vector<std::int64_t> last_item_;               // exclusive, likewise
   std::vector<std::atomic<std::uint32_t>> finished_;  // by panel: the number of experts added
   alignas(64) std::atomic<std::int64_t> next_{0};

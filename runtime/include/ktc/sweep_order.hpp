@@ -49,6 +49,7 @@ struct PanelSet {
   PanelTurns turns;
   std::int64_t together = 1;
   std::int64_t run_rows = 0;
+  std::int64_t units = 0;  // see `PanelQueue`
 };
 
 // Up to how many rows of an expert `Panels` are multiplied in runs.
@@ -89,7 +90,7 @@ class PanelQueues {
     };
     for (int node = 0; node < nodes_; ++node) {
       const Range shard = shard_of(num_panels, node, nodes_, set.together);
-      queues_.push_back(std::make_unique<PanelQueue>(routing, shard, set.turns, at_a_time));
+      queues_.push_back(std::make_unique<PanelQueue>(routing, shard, set.turns, set.units, at_a_time));
     }
   }
 
@@ -126,7 +127,7 @@ class SweepOrder {
   bool done() const { return active_ == routing_->active_experts().size(); }
   std::size_t active() const { return active_; }
   PanelPart part() const { return {expert().expert, panel_, first_k_, std::min(blocking_.contraction, rest_k())}; }
-  bool begins_sum() const { return first_k_ == 0; }
+  bool begins_sum() const { return first_k_ == begin_k_; }
   bool ends_sum() const { return rest_k() <= blocking_.contraction; }
   bool ends_panel() const { return ends_sum() && last_group() == last_group_of_expert(); }
 
@@ -145,7 +146,7 @@ class SweepOrder {
       first_k_ += blocking_.contraction;
       return;
     }
-    first_k_ = 0;
+    first_k_ = begin_k_;
     first_group_ = last_group();
     if (first_group_ == last_group_of_expert()) take();
   }
@@ -163,8 +164,8 @@ class SweepOrder {
     panels_ = item.panels;
     panel_ = panels_.begin;
     first_group_ = static_cast<std::int64_t>(expert().first_group);
-    first_k_ = 0;
-    blocking_ = {.panels = 1, .groups = last_group_of_expert() - first_group_, .contraction = contraction_};
+    first_k_ = begin_k_ = item.first_k;
+    blocking_ = {.panels = 1, .groups = last_group_of_expert() - first_group_, .contraction = rest_k()};
     if constexpr (Kernel::kBlocked) {
       if (multiplied_in_blocks<Kernel>(*routing_, expert(), contraction_)) blocking_ = Kernel::kBlocking;
     }
@@ -178,6 +179,7 @@ class SweepOrder {
   Blocking blocking_{};
   std::int64_t panel_ = 0;
   std::int64_t first_group_ = 0;
+  std::int64_t begin_k_ = 0;  // of the expert
   std::int64_t first_k_ = 0;
 };
 

@@ -80,10 +80,12 @@ class WordPanels : public CodedPanels<Isa, PanelType> {
     return contraction / 2 / weight_format::kWordPairsAhead * (kPanelWidth / Words::kOutputs / 2);
   }
 
-  // A stored panel and one group of slots.
+  // A stored panel to its end and one group of slots. The values before are zeros, which rows that are not finite are
+  // multiplied with too.
   void multiply_codes(const SlotGroup& group, PanelPart part, PanelPart next, const Element* a, float* tile) const {
     const auto x = rows(group);
-    weight_format::multiply_words<Words, Panel>(this->contraction(), x, this->coded(part, next), tile);
+    const std::int64_t size = this->contraction() - part.first_k;
+    weight_format::multiply_words<Words, Panel>(size, x.from(part.first_k), this->coded(part, next), tile);
     if (!x.finite()) multiply_decoded(x, part, a, tile);
   }
 

@@ -4,7 +4,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -76,8 +78,7 @@ struct Fields<ktc::ForwardArguments> {
                                       required<&Of::tokens>("tokens"),
                                       optional<&Of::saved>("saved"),
                                       optional<&Of::lora_first>("lora_first"),
-                                      optional<&Of::lora_down>("lora_down"),
-                                      optional<&Of::partial>("partial")};
+                                      optional<&Of::lora_down>("lora_down")};
 };
 
 template <>
@@ -112,6 +113,30 @@ struct Fields<ktc::ExpertMatrix> {
 };
 
 using Matrix = Arguments<ktc::ExpertMatrix>;
+
+// The intermediate units of experts that a partial forward reads for its choices. A whole expert has `units`; one that
+// is divided begins with a later one (`kFirstUnit`).
+inline std::int64_t units_read(const std::int64_t* index, std::int64_t choices, std::int64_t units) {
+  std::vector<std::int64_t> experts(index, index + choices);
+  std::ranges::sort(experts);
+  experts.erase(std::ranges::unique(experts).begin(), experts.end());
+  std::int64_t read = 0;
+  for (const std::int64_t expert : experts) {
+    if (expert != ktc::kComputedElsewhere) read += units - (expert >> ktc::kFirstUnit);
+  }
+  return read;
+}
+
+// A forward for later without the choices that are computed elsewhere. Its work is counted in intermediate units.
+inline std::unique_ptr<ktc::HostCall> partial_call(const MoeKernel& kernel, ktc::Engine& engine,
+                                                   const Arguments<ktc::ForwardArguments>& arguments,
+                                                   std::int64_t choices, std::int64_t units) {
+  ktc::ForwardArguments partial = arguments;
+  partial.partial = true;
+  return std::make_unique<ktc::HostCall>(
+      [&kernel, &engine, partial] { kernel.forward(engine, partial); },
+      [index = partial.top_k_index, choices, units] { return units_read(index, choices, units); });
+}
 
 inline py::object coding(const MoeKernel& kernel, const std::string& part) {
   const ktc::Coding coding = kernel.coding(part_of(part));
@@ -172,7 +197,8 @@ inline void add_fused_moe(py::module_& library) {
       .def("pack_codes", &pack_codes)
       .def("pack_blocks", &pack_blocks)
       .def("unpack", &unpack)
-      .def("backward", &Call<&MoeKernel::backward>::now);
+      .def("backward", &Call<&MoeKernel::backward>::now)
+      .def("partial_call", &partial_call, py::keep_alive<0, 1>(), py::keep_alive<0, 2>());
   def_call<&MoeKernel::forward>(kernel, "forward", "call");
 }
 

@@ -3,6 +3,9 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cstdint>
+#include <limits>
+
 #include "ktc/interface/host_call.hpp"
 #include "ktc/unit.hpp"
 #include "ktc_python/address.hpp"
@@ -16,8 +19,12 @@ inline void add_host_call(py::module_& library) {
       .def_property_readonly_static("function",
                                     [](const py::object&) { return reinterpret_cast<Address>(&ktc::HostCall::run); })
       .def_property_readonly("address", [](ktc::HostCall& call) { return reinterpret_cast<Address>(&call); })
-      .def_property_readonly("nanoseconds", &ktc::HostCall::nanoseconds)
-      .def("rethrow", &ktc::HostCall::rethrow);
+      .def_property_readonly("work",
+                             [](const ktc::HostCall& call) {
+                               const ktc::HostWork work = call.work();
+                               return py::make_tuple(work.nanoseconds, work.amount, work.runs);
+                             })
+      .def("rethrow", &ktc::HostCall::rethrow, py::arg("runs") = std::numeric_limits<std::int64_t>::max());
 }
 
 }  // namespace ktc_python::inline KTC_UNIT

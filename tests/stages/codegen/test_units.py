@@ -19,7 +19,7 @@ from ktc.foundation.isa import INSTRUCTION_SETS, Isa
 from ktc.stages.codegen import toolchain
 
 SOURCES = Path(__file__).parent / "units"
-UNITS = ("lanes", "products", "sweep", "decoders", "mailbox")
+UNITS = ("lanes", "products", "sweep", "decoders", "mailbox", "host_call")
 # Panels of every format but those of plain numbers; of codes with a choice of groups, those of 64.
 CODED = [row.panel for row in FORMATS.values() if row.panel and not isinstance(row, Dense)]
 PANELS = ",".join(f"ktc::weight_format::{panel.type.format(64)}" for panel in CODED)

@@ -128,6 +128,14 @@ def test_a_step_reads_whole_experts_by_three_engines(
     assert replace(experts, bus_share=None).engines(STEP) is None
 
 
+def test_a_step_divides_one_expert_by_its_parts() -> None:
+    whole = RoutedExperts(64, 6, ("cuda:0",), 1024, bus_share=0.37)
+    divided = replace(whole, parts=16)
+    assert divided.engines(STEP) == pytest.approx((0.0, 35 / 16, 6 - 35 / 16))
+    assert replace(divided, kept=5 / 6).engines(STEP, 0.2) == pytest.approx((5.0, 9 / 16, 7 / 16))
+    assert replace(whole, kept=5 / 6).engines(STEP, 0.2) == pytest.approx((5.0, 0.0, 1.0))
+
+
 def test_a_step_waits_for_the_slowest_of_the_engines_that_read_experts() -> None:
     experts = RoutedExperts(64, 6, ("cuda:0",), 1024, kept=0.5, bus_share=0.37)
     one = Work("experts", 0, "cpu", "bf16", products=6e6, weights=64e6, experts=experts, packed=True)

@@ -2,7 +2,8 @@
 
 In and out as of any backend, on the GPU, without gradients. Few rows without LoRA are split: the GPU computes experts
 that it keeps and a share of the others, which it reads from host memory by itself, while the CPU computes the rest as a
-host node. The results are added, the GPU's to the CPU's. The host node computes all other calls.
+host node. Of one expert both compute a part. The results are added, the GPU's to the CPU's. The host node computes all
+other calls.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ class SplitNode(HostBackend):
         store.uses(self.host.nodes)
         x, index, weights = kept.packed.inputs(x_TH, index_TK, weights_TK)
         addresses, left = _kernels().split(
-            index, kept.table, store.share, kept.counts, kept.traffic, kept.packed.address, kept.layout.nbytes
-        )
+            index, kept.table, store.share, kept.counts, kept.traffic,
+            (kept.packed.address, kept.layout.nbytes), kept.layout.cuts,
+        )  # fmt: skip
         beside = functools.partial(by_address, kept.layout, x, addresses, weights)
         return self.host.nodes.run_rest(kept.packed, x, left, weights, beside)
 

@@ -22,10 +22,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ktc.model.experts.gpu.activation_kernels import constants_of_form, function, gated
-from ktc.model.experts.gpu.address_kernels import NO_BIAS, Places, address_of
+from ktc.model.experts.gpu.address_kernels import NO_BIAS, Places, Side, address_of, beginning_of, units_of
 from ktc.model.experts.gpu.coded_kernels import constants_of, panel_sums, row_of
 from ktc.model.experts.layouts.coded_matrices import CodedMatrices, addressed_codes
-from ktc.model.experts.layouts.panel_codes import Numbers
+from ktc.model.experts.layouts.panel_codes import Cuts, Numbers
 from ktc.model.kernels.form import ExpertsForm
 from ktc.model.kernels.triton_support import has_gluon
 
@@ -35,42 +35,45 @@ _ACTIVATED: Final = 512
 
 
 def split(
-    index_TK: Tensor, table: Tensor, share: Tensor, counts: Tensor, traffic: Tensor, host: int, nbytes: int
+    index_TK: Tensor, table: Tensor, share: Tensor, counts: Tensor, traffic: Tensor, packed: tuple[int, int], cuts: Cuts
 ) -> tuple[Tensor, Tensor]:
     """Divide the chosen experts of a layer among GPU memory, bus and CPU: see `kept_split.split`.
 
-    Add each chosen expert to `counts` (E,) int32, and to `traffic` (4,) int64 how many were read where, and whether the
-    CPU read any. `table` (E,) is int64, `share` (2,) int32; `host` is the address of the layer's packed experts, each
-    of `nbytes`.
+    Add each chosen expert to `counts` (E,) int32, and to `traffic` (4,) int64 how many units were read where, and
+    whether the CPU read any. `table` (E,) is int64, `share` (2,) int32; `packed` are the address of the layer's experts
+    and the bytes of each, multiples of 16.
     """
     addresses, left = index_TK.new_empty(index_TK.numel()), torch.empty_like(index_TK)
     with torch.cuda.device_of(index_TK):
         _split[(1,)](
-            index_TK, table, share, counts, traffic, addresses, left, host, nbytes, index_TK.numel(), len(table),
+            index_TK, table, share, counts, traffic, addresses, left, *packed, index_TK.numel(), len(table),
+            cuts.units, cuts.step,
             EXPERTS=triton.next_power_of_2(len(table)), PAIRS=triton.next_power_of_2(index_TK.numel()),
         )  # fmt: skip
     return addresses, left
 
 
 def products(
-    rows: Tensor, places: Places, matrices: CodedMatrices, *, per_row: int = 1, bias_at: int = NO_BIAS
-) -> Tensor:
+    rows: Tensor, places: Places, matrices: CodedMatrices, *, per_row: int = 1, bias_at: int = NO_BIAS,
+    side: Side = "columns",
+) -> Tensor:  # fmt: skip
     """Multiply rows with matrices at addresses: `(P / per_row, K), P places -> (parts, P, N)` in fp32.
 
     The products are the sums of the parts. `matrices` says where they are within an expert, and its bytes are not read.
-    `bias_at` is the first byte of a bias in fp32. Rows without an address are left undefined.
+    `bias_at` is the first byte of a bias in fp32. Rows without an address are left undefined, and outputs of units that
+    are not computed from an address, where `side` is that of rows.
     """
     if (by_nibbles := _by_nibbles(rows, matrices)) is not None:
-        return by_nibbles.products(rows, places, matrices, per_row=per_row, bias_at=bias_at)
+        return by_nibbles.products(rows, places, matrices, per_row=per_row, bias_at=bias_at, side=side)
     codes = addressed_codes(matrices.panels)
     assert codes is not None, "panels that a GPU multiplies"
     out = torch.empty(1, len(places.experts), matrices.shape[1], dtype=torch.float32, device=rows.device)
     with torch.cuda.device_of(rows):
         _products[(matrices.num_panels, len(places.experts))](
             rows, *places.given, out, matrices.begin, matrices.panel_bytes, matrices.rows, matrices.columns,
-            max(bias_at, 0), **constants_of(codes), PARTS=matrices.parts, INTERLEAVED=matrices.interleaved,
+            max(bias_at, 0), places.step, **constants_of(codes), PARTS=matrices.parts, INTERLEAVED=matrices.interleaved,
             WORD=_WORDS.get(codes.numbers, "short"), PER_ROW=per_row, TABLE=places.table is not None,
-            BIASED=bias_at != NO_BIAS, BLOCKS=8, num_warps=4,
+            BIASED=bias_at != NO_BIAS, CUT=places.cut(side), BLOCKS=8, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -80,16 +83,17 @@ def activations(
 ) -> Tensor:
     """Return what the activation makes of gate and up: `(P / per_row, H), P places -> (P, I)` in bf16.
 
-    Sums are in fp32, as is the activation, and rounded once. Rows without an address are left undefined.
+    Sums are in fp32, as is the activation, and rounded once. Rows without an address are left undefined, and units that
+    are not computed from an address.
     """
     if (by_nibbles := _by_nibbles(rows, matrices)) is not None:
         return by_nibbles.activations(rows, places, matrices, form, per_row=per_row, bias_at=bias_at)
-    inner = products(rows, places, matrices, per_row=per_row, bias_at=bias_at)
+    inner = products(rows, places, matrices, per_row=per_row, bias_at=bias_at, side="rows")
     out = torch.empty(len(places.experts), matrices.rows, dtype=torch.bfloat16, device=rows.device)
     with torch.cuda.device_of(rows):
         _activations[(triton.cdiv(matrices.rows, _ACTIVATED), len(places.experts))](
-            inner, *places.given, out, matrices.rows, **constants_of_form(form), PARTS=matrices.parts,
-            INTERLEAVED=matrices.interleaved, TABLE=places.table is not None, BLOCK=_ACTIVATED,
+            inner, *places.given, out, matrices.rows, places.step, **constants_of_form(form), PARTS=matrices.parts,
+            INTERLEAVED=matrices.interleaved, TABLE=places.table is not None, CUT=places.cut("rows"), BLOCK=_ACTIVATED,
         )  # fmt: skip
     return out
 
@@ -116,9 +120,9 @@ def _by_nibbles(rows: Tensor, matrices: CodedMatrices) -> ModuleType | None:
 
 
 # Kernels -------------------------------------------------------------------------------------------------------------
-@triton.jit(do_not_specialize=["host", "pairs", "experts"])
+@triton.jit(do_not_specialize=["host", "pairs", "experts", "units", "step"])
 def _split(
-    index, table, share, counts, traffic, addresses, left, host, nbytes, pairs, experts,
+    index, table, share, counts, traffic, addresses, left, host, nbytes, pairs, experts, units, step,
     EXPERTS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     expert, pair = tl.arange(0, EXPERTS), tl.arange(0, PAIRS)
@@ -129,19 +133,25 @@ def _split(
     kept = tl.load(table + expert, mask=known, other=0)
     missing = tl.where(kept == 0, is_chosen, 0)
     misses = tl.sum(missing, 0)
-    over_bus = tl.minimum((misses + 1) * tl.load(share) + tl.load(share + 1) >> 16, misses)  # `kept_split.over_bus`
-    sent = (missing == 1) & (tl.cumsum(missing, 0) <= over_bus)
-    place = tl.where(sent, host + expert.to(tl.int64) * nbytes, kept)
+    parts = (units + step - 1) // step
+    most, lead = misses * parts, tl.load(share + 1) * parts
+    over_bus = tl.minimum((most + 1) * tl.load(share) + lead >> 16, most)  # `kept_split.over_bus`
+    whole, rest, order = over_bus // parts, over_bus % parts, tl.cumsum(missing, 0)
+    taken = tl.where(order == whole + 1, rest, 0)
+    sent = (missing == 1) & ((order <= whole) | (taken > 0))
+    place = tl.where(sent, host + expert.to(tl.int64) * nbytes + taken, kept)
     address = tl.sum(tl.where(is_of == 1, place[None, :], 0), 1)
     tl.store(addresses + pair, address, mask=is_pair)
-    for_cpu = tl.where(chosen < 0, experts.to(tl.int64), chosen)  # an error of the CPU's, as any other wrong number
-    tl.store(left + pair, tl.where(address != 0, -1, for_cpu), mask=is_pair)
+    is_wrong = (chosen < 0) | (chosen >> 32 != 0)  # an error of the CPU's, as any other wrong number
+    for_cpu = tl.where(is_wrong, experts.to(tl.int64), chosen)
+    later = tl.where((address & 15) != 0, chosen + ((address & 15) * step << 32), -1)
+    tl.store(left + pair, tl.where(address != 0, later, for_cpu), mask=is_pair)
     tl.store(counts + expert, tl.load(counts + expert, mask=known, other=0) + is_chosen, mask=known)
-    hits = tl.sum(is_chosen, 0) - misses
-    tl.store(traffic, tl.load(traffic) + hits)
-    tl.store(traffic + 1, tl.load(traffic + 1) + over_bus)
-    tl.store(traffic + 2, tl.load(traffic + 2) + misses - over_bus)
-    tl.store(traffic + 3, tl.load(traffic + 3) + tl.where(misses > over_bus, 1, 0))
+    hits, by_bus = tl.sum(is_chosen, 0) - misses, whole * units + rest * step
+    tl.store(traffic, tl.load(traffic) + hits * units)
+    tl.store(traffic + 1, tl.load(traffic + 1) + by_bus)
+    tl.store(traffic + 2, tl.load(traffic + 2) + misses * units - by_bus)
+    tl.store(traffic + 3, tl.load(traffic + 3) + tl.where(most > over_bus, 1, 0))
 
 
 @triton.jit
@@ -181,20 +191,26 @@ def _stored(out, bias, sums, lane, panel, rows, PARTS: tl.constexpr, INTERLEAVED
 
 @triton.jit(do_not_specialize=["bias_at", "count"])
 def _products(
-    x, experts, table, count, out, first, panel_bytes, rows, columns, bias_at,
+    x, experts, table, count, out, first, panel_bytes, rows, columns, bias_at, step,
     NUMBERS: tl.constexpr, SCALES: tl.constexpr, LEAST: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
     NEIGHBOURS: tl.constexpr,
     HEAD: tl.constexpr, NBYTES: tl.constexpr, SCALE: tl.constexpr, PARTS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    WORD: tl.constexpr, PER_ROW: tl.constexpr, TABLE: tl.constexpr, BIASED: tl.constexpr, BLOCKS: tl.constexpr,
+    WORD: tl.constexpr, PER_ROW: tl.constexpr, TABLE: tl.constexpr, BIASED: tl.constexpr, CUT: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):  # fmt: skip
     panel, pair = tl.program_id(0), tl.program_id(1)
-    base = address_of(experts, table, pair, count, TABLE)
-    if base == 0:
+    place = address_of(experts, table, pair, count, TABLE)
+    is_left = place == 0
+    if CUT == "rows":
+        is_left |= panel * (32 // PARTS) >= units_of(place, rows, step)
+    if is_left:
         return
+    base = place if CUT is None else beginning_of(place)
+    summed = units_of(place, columns, step) if CUT == "columns" else columns
     row = x + (pair // PER_ROW).to(tl.int64) * columns
     factors = tl.multiple_of(base.to(tl.pointer_type(tl.uint8)), 16)
     lower, upper = panel_sums(
-        row, _as_words(base, WORD), _as_scales(base, SCALES), factors, first + panel * panel_bytes, columns,
+        row, _as_words(base, WORD), _as_scales(base, SCALES), factors, first + panel * panel_bytes, summed,
         NUMBERS, SCALES, LEAST, GROUP, SPAN, NEIGHBOURS, HEAD, NBYTES, SCALE, BLOCKS,
     )  # fmt: skip
     result = out + pair.to(tl.int64) * PARTS * rows
@@ -208,15 +224,18 @@ def _products(
 
 @triton.jit(do_not_specialize=["count"])
 def _activations(
-    inner, experts, table, count, out, columns,
+    inner, experts, table, count, out, columns, step,
     FUNCTION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
     GATE_CAP: tl.constexpr, UP_CAP: tl.constexpr, PARTS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    TABLE: tl.constexpr, BLOCK: tl.constexpr,
+    TABLE: tl.constexpr, CUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     pair, column = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    if address_of(experts, table, pair, count, TABLE) == 0:
+    place = address_of(experts, table, pair, count, TABLE)
+    if place == 0:
         return
     of_pair, known = inner + pair.to(tl.int64) * (PARTS * columns), column < columns
+    if CUT is not None:
+        known = column < units_of(place, columns, step)
     gate = tl.load(of_pair + (column * 2 if INTERLEAVED else column), mask=known, other=0)
     if PARTS == 2:
         up = tl.load(of_pair + (column * 2 + 1 if INTERLEAVED else columns + column), mask=known, other=0)

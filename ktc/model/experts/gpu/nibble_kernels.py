@@ -28,7 +28,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ktc.model.experts.gpu.activation_kernels import constants_of_form, function, gated
-from ktc.model.experts.gpu.address_kernels import NO_BIAS, Places, address_of
+from ktc.model.experts.gpu.address_kernels import NO_BIAS, Places, Side, address_of, beginning_of, units_of
 from ktc.model.experts.layouts.coded_matrices import CodedMatrices, addressed_codes
 from ktc.model.experts.layouts.panel_codes import PanelCodes
 from ktc.model.experts.layouts.panels import WIDTH
@@ -49,12 +49,14 @@ def serves(rows: Tensor, matrices: CodedMatrices) -> bool:
 
 
 def products(
-    rows: Tensor, places: Places, matrices: CodedMatrices, *, per_row: int = 1, bias_at: int = NO_BIAS
-) -> Tensor:
+    rows: Tensor, places: Places, matrices: CodedMatrices, *, per_row: int = 1, bias_at: int = NO_BIAS,
+    side: Side = "columns",
+) -> Tensor:  # fmt: skip
     """See `kept_kernels.products`: `(P / per_row, K), P places -> (parts, P, N)` in fp32."""
     parts = _parts(matrices, len(places.experts), rows.device)
     out = torch.empty(parts, len(places.experts), matrices.shape[1], dtype=torch.float32, device=rows.device)
-    _launch(rows, places, matrices, out, per_row, bias_at, None)
+    of_rows = {"PER_ROW": per_row, "CUT": places.cut(side)}
+    _launch(rows, places, matrices, out, bias_at, None, of_rows)
     return out
 
 
@@ -63,7 +65,8 @@ def activations(
 ) -> Tensor:
     """See `kept_kernels.activations`: `(P / per_row, H), P places -> (P, I)` in bf16."""
     out = rows.new_empty(1, len(places.experts), matrices.rows)
-    _launch(rows, places, matrices, out, per_row, bias_at, form)
+    of_rows = {"PER_ROW": per_row, "CUT": places.cut("rows")}
+    _launch(rows, places, matrices, out, bias_at, form, of_rows)
     return out[0]
 
 
@@ -79,8 +82,8 @@ def _processors(device: torch.device) -> int:
 
 
 def _launch(
-    rows: Tensor, places: Places, matrices: CodedMatrices, out: Tensor, per_row: int, bias_at: int,
-    form: ExpertsForm | None,
+    rows: Tensor, places: Places, matrices: CodedMatrices, out: Tensor, bias_at: int,
+    form: ExpertsForm | None, of_rows: dict[str, Any],
 ) -> None:  # fmt: skip
     codes = addressed_codes(matrices.panels)
     assert codes is not None and rows.is_contiguous(), "panels that a GPU multiplies, and whole rows"
@@ -89,8 +92,8 @@ def _launch(
     with torch.cuda.device_of(rows):  # Triton launches on the current device
         _products[(triton.cdiv(matrices.num_panels, 2), len(places.experts), len(out))](
             rows, *places.given, out, matrices.begin // _UNIT, matrices.panel_bytes // _UNIT, matrices.num_panels,
-            matrices.rows, matrices.columns, max(bias_at, 0), **constants, PARTS=matrices.parts,
-            INTERLEAVED=matrices.interleaved, PER_ROW=per_row, TABLE=places.table is not None,
+            matrices.rows, matrices.columns, max(bias_at, 0), places.step, **constants, **of_rows,
+            PARTS=matrices.parts, INTERLEAVED=matrices.interleaved, TABLE=places.table is not None,
             BIASED=bias_at != NO_BIAS, ACTIVATED=form is not None, WARPS=NUM_WARPS, num_warps=NUM_WARPS,
         )  # fmt: skip
 
@@ -259,23 +262,27 @@ def _stored(out, sums, lane, panel, rows, PARTS: gl.constexpr, INTERLEAVED: gl.c
 
 @gluon.jit(do_not_specialize=["bias_at", "experts"])
 def _products(
-    x, addresses, table, experts, out, first, panel_units, panels, rows, columns, bias_at,
+    x, addresses, table, experts, out, first, panel_units, panels, rows, columns, bias_at, step,
     NUMBERS: gl.constexpr, SCALES: gl.constexpr, BLOCKS: gl.constexpr, GROUPS: gl.constexpr, HEAD: gl.constexpr,
     PARTS: gl.constexpr, INTERLEAVED: gl.constexpr, PER_ROW: gl.constexpr, TABLE: gl.constexpr, BIASED: gl.constexpr,
     ACTIVATED: gl.constexpr, FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
-    UP_OFFSET: gl.constexpr, GATE_CAP: gl.constexpr, UP_CAP: gl.constexpr, WARPS: gl.constexpr,
+    UP_OFFSET: gl.constexpr, GATE_CAP: gl.constexpr, UP_CAP: gl.constexpr, CUT: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     panel, pair = gl.program_id(0) * 2, gl.program_id(1)
-    base = address_of(addresses, table, pair, experts, TABLE)
-    if base == 0:
+    place = address_of(addresses, table, pair, experts, TABLE)
+    is_left = place == 0
+    if CUT == "rows":
+        is_left |= panel * (32 // PARTS) >= units_of(place, rows, step)
+    if is_left:
         return
+    base = place if CUT is None else beginning_of(place)
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     there = panel + gl.arange(0, 32 * WARPS, layout=gl.SliceLayout(1, layout)) // 16 % 2 < panels
     kind: gl.constexpr = gl.int32 if SCALES == "power" else gl.int64  # of four scales
     words = gl.multiple_of(base.to(gl.pointer_type(gl.int32)), 16)
     scales = gl.multiple_of(base.to(gl.pointer_type(kind)), 16)
     row = (x + (pair // PER_ROW).to(gl.int64) * columns).to(gl.pointer_type(gl.int64), bitcast=True)
-    part, blocks = gl.program_id(2), columns // 32
+    part, blocks = gl.program_id(2), (units_of(place, columns, step) if CUT == "columns" else columns) // 32
     share = gl.cdiv(blocks, gl.num_programs(2))
     lower, upper = _two_panels(
         row, words, scales, first + panel * panel_units, panel_units, there,

@@ -16,6 +16,7 @@ import functools
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +31,14 @@ from ktc.model.kernels.kernel_library import KernelLibrary
 from ktc.model.kernels.step_context import StepContext
 
 Launch = Callable[[int, int], None]  # the addresses of a C function and of its argument
+
+
+class CpuReads(NamedTuple):
+    """The bytes of experts that calls have read, their time, and how many they are."""
+
+    nbytes: int = 0
+    nanoseconds: int = 0
+    calls: int = 0
 
 
 class HostNodes:
@@ -47,9 +56,9 @@ class HostNodes:
         self._mailboxes: dict[tuple[KernelLibrary, torch.device], Mailbox | None] = {}
         self._beside = Beside(order or SideStream())
         self._calls: list[tuple[PackedExperts, HostCall]] = []
-        self._partial: list[HostCall] = []
-        self.begun = 0  # replays
-        self._before = 0  # nanoseconds of partial calls that were dropped
+        self._partial: list[tuple[PackedExperts, HostCall]] = []
+        self.begun = self._begun_before = 0  # replays: all of them, and those of earlier captures
+        self._reads_before = CpuReads()  # of partial calls that were dropped
         self._memories: dict[tuple[object, ...], CallMemory] = {}
 
     @contextmanager
@@ -58,7 +67,7 @@ class HostNodes:
 
         Earlier calls are dropped: no stream may still run them.
         """
-        self._before = self.nanoseconds
+        self._reads_before, self._begun_before = self.reads, self.begun
         self._partial.clear()
         self._calls.clear()
         for mailbox in self._used():
@@ -87,16 +96,22 @@ class HostNodes:
         """
         memory = self._free(x_TH, index_TK, weights_TK)
         call = packed.partial_call(memory.x, memory.index, memory.weights, memory.out)
-        self._partial.append(call)
+        self._partial.append((packed, call))
         out = self._started(packed, call, memory, (x_TH, index_TK, weights_TK))
         computed = beside()
         self._beside.then(lambda: torch.add(out, computed, out=out))
         return out
 
     @property
-    def nanoseconds(self) -> int:
-        """The time of all partial calls so far, of those that were dropped too."""
-        return self._before + sum(call.nanoseconds for call in self._partial)
+    def reads(self) -> CpuReads:
+        """The reads of partial calls so far, those of dropped ones included. Empty calls are not counted."""
+        nbytes, nanoseconds, calls = self._reads_before
+        for packed, call in self._partial:
+            work = call.work
+            nbytes += work.amount * packed.nbytes // (packed.sizes.num_experts * packed.sizes.intermediate)
+            nanoseconds += work.nanoseconds
+            calls += work.runs
+        return CpuReads(nbytes, nanoseconds, calls)
 
     def begin(self) -> None:
         """Take note that the captured calls come again: a replay begins."""
@@ -165,15 +180,17 @@ class HostNodes:
             self._mailboxes[key] = mailbox_for(packed, memory, inputs, call)
         return self._mailboxes[key]
 
-    def check(self, name_of: Callable[[PackedExperts], str]) -> None:
+    def check(self, name_of: Callable[[PackedExperts], str], number: int | None = None) -> None:
         """Raise the first error of the calls since the last check, with notes that name the layers of all errors.
 
-        The stream of the calls must be done.
+        The stream of the calls must be done. With the replay `number` by `begun`, those of later ones may be under way,
+        and their errors stay.
         """
+        runs = None if number is None else max(1, number - self._begun_before)  # 1: of a step that is recorded again
         errors: list[tuple[Exception, str]] = []
         for packed, call in self._calls:  # all of them: an error that stays would be raised after another step
             try:
-                call.rethrow()
+                call.rethrow(runs)
             except Exception as error:  # noqa: BLE001 - a kernel's error of any class; the first is raised below
                 errors.append((error, name_of(packed)))
         if not errors:

@@ -54,11 +54,12 @@ def by_address(
 ) -> Tensor:  # fmt: skip
     """Compute the choices that have an address: `(T, H) bf16, (T * K,) int64, (T, K) -> (T, H)` of `dtype`.
 
-    `experts` are addresses, or numbers with a `table` (E,) of addresses.
+    `experts` are addresses, also of parts (`kept_split.py`), or numbers with a `table` (E,) of addresses.
     """
     kernels, (gate_up, down), form = _address_kernels(), _addressed(layout), layout.form
     first_bias, down_bias = layout.bias_places if form.biased else (-1, -1)
-    places = kernels.Places(experts, table)
+    step = layout.cuts.step if table is None and layout.cuts.parts > 1 else 0
+    places = kernels.Places(experts, table, step)
     h = kernels.activations(x, places, gate_up, form, per_row=weights_TK.shape[1], bias_at=first_bias)
     rows = kernels.products(h, places, down, bias_at=down_bias)
     return kernels.sum_of_choices(rows, places, weights_TK, dtype)

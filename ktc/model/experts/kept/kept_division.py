@@ -1,8 +1,9 @@
-"""Which engine computes an expert of a call with more rows than a step, and fewer than a call that is sent whole.
+"""How bus and CPU divide the experts of a call that the GPU does not keep: pure functions of numbers.
 
-In: the rows of each expert, which of them the GPU keeps, and speeds as numbers. Out: the experts that go over the bus,
-those with the most rows; the CPU computes the others. Pure functions: equal rows, tables and numbers divide alike. The
-planner predicts with the same ones, for even choices.
+Of a call with more rows than a step, and fewer than one that is sent whole, the experts with the most rows go over the
+bus. In: the rows of each expert, which of them the GPU keeps, and speeds. Out: the experts that are sent; the CPU
+computes the others. For the split of a step (`kept_split.py`), `lead_of` says what a call costs the CPU. The planner
+predicts with the same functions, for even choices.
 """
 
 from __future__ import annotations

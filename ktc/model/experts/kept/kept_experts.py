@@ -34,7 +34,7 @@ from ktc.model.experts.references.kept_split import WHOLE_SHARE
 from ktc.model.kernels.form import ExpertsForm
 
 if TYPE_CHECKING:
-    from ktc.model.experts.host.host_node import HostNodes
+    from ktc.model.experts.host.host_node import CpuReads, HostNodes
 
 ENGINES: Final[tuple[str, ...]] = ("gpu", "bus", "cpu")  # in the order of a layer's traffic
 PERIOD: Final = 32  # steps between two looks at the counts
@@ -45,9 +45,12 @@ MOST_ROWS: Final = 16  # of a step whose experts the GPU reads by address
 
 @dataclass(frozen=True, slots=True)
 class KeptTraffic:
-    """The experts that the steps of a model have read, and their bytes, by engine: `gpu`, `bus`, `cpu`."""
+    """The experts that the steps of a model have read, and their bytes, by engine: `gpu`, `bus`, `cpu`.
 
-    experts: Mapping[str, int]
+    An expert that two engines read in part counts as its parts.
+    """
+
+    experts: Mapping[str, float]
     nbytes: Mapping[str, int]
 
 
@@ -60,8 +63,8 @@ class _Sent:
     arrival: Arrival
 
 
-def _by_engine(of_layers: Tensor) -> dict[str, int]:
-    amounts = cast("list[int]", of_layers.sum(0).tolist())
+def _by_engine(of_layers: Tensor) -> dict[str, float]:
+    amounts = cast("list[float]", of_layers.sum(0).tolist())
     return dict(zip(ENGINES, amounts, strict=True))
 
 
@@ -153,10 +156,11 @@ class KeptExperts:
         self._places: dict[int, int] = {}  # by expert, those on their way included
         self._exchanges: deque[Exchange] = deque()
         self._sent: deque[_Sent] = deque()
-        self._steps, self._cpu_seen, self._calls_seen = 0, 0, 0
+        self._steps = 0
+        self._counted: tuple[Tensor, Mark] | None = None  # counts on their way to the host
         self._turn = threading.Lock()  # of places: they are read beside the ring's thread
         self._readers: dict[Copies, Mark] = {}  # the last copy from a place, by the copies that made it
-        self._busy_seen: weakref.WeakKeyDictionary[HostNodes, int] = weakref.WeakKeyDictionary()  # of each step
+        self._reads_seen: weakref.WeakKeyDictionary[HostNodes, CpuReads] = weakref.WeakKeyDictionary()  # of each step
         self.place(self._weights)
         _stores.add(self)
 
@@ -242,15 +246,15 @@ class KeptExperts:
 
     def uses(self, nodes: HostNodes) -> None:
         """Measure the CPU by the host functions of a step."""
-        self._busy_seen.setdefault(nodes, nodes.nanoseconds)
+        self._reads_seen.setdefault(nodes, nodes.reads)
 
     # Between two steps
 
     def advance(self) -> None:
         """Use experts that have arrived, and begin to send at most one. No step waits for an expert.
 
-        A step may be under way: tables change behind it, in the order of the device's stream. The host waits for it
-        where a table or the share changes, and where counts are read, every few steps.
+        A step may be under way, for which the host does not wait: tables and share change behind it, in the order of
+        the device's stream, and counts are looked at when they have arrived.
         """
         if self.fixed:
             return
@@ -259,23 +263,25 @@ class KeptExperts:
         if self._steps % MEASURED == 1:
             self._follow_cpu()
         if self._steps % PERIOD == 0:
-            self._look()
+            self._request_counts()
+        self._look()
         if self._sent or not self._exchanges:
             if changed:
-                self.table.copy_(self._addresses)
+                self._enqueue(self.table, self._addresses)
             return
         exchange = self._exchanges.popleft()
         with self._turn:
             place = self._places[exchange.entering] = self._places.pop(exchange.leaving)
             self._addresses.view(-1)[exchange.leaving] = 0
-            self.table.copy_(self._addresses)  # before the copy, which waits for what the device was given so far
+            self._enqueue(self.table, self._addresses)  # before the copy, which waits for what the device has to do
             self._sent.append(_Sent(exchange.entering, place, self._send(exchange.entering, place)))
 
     def figures(self) -> KeptTraffic:
         """Return what all steps have read. Waits for the device."""
-        of_layers = self.traffic[:, :3].cpu()
-        nbytes = of_layers * torch.tensor(self._nbytes)[:, None]
-        return KeptTraffic(_by_engine(of_layers), _by_engine(nbytes))
+        units = torch.tensor([layer.layout.intermediate for layer in self.layers], dtype=torch.float64)
+        experts = self.traffic[:, :3].cpu() / units[:, None]
+        nbytes = _by_engine(experts * torch.tensor(self._nbytes, dtype=torch.float64)[:, None])
+        return KeptTraffic(_by_engine(experts), {engine: round(amount) for engine, amount in nbytes.items()})
 
     def _use_arrived(self) -> bool:
         """Give addresses to experts that have arrived."""
@@ -286,9 +292,20 @@ class KeptExperts:
             changed = True
         return changed
 
+    def _request_counts(self) -> None:
+        """Begin to copy the counts of all steps so far to the host."""
+        there = torch.empty(self.counts.shape, dtype=self.counts.dtype, pin_memory=self.counts.is_cuda)
+        there.copy_(self.counts, non_blocking=True)
+        self._counted = there, self._copies.mark()
+
     def _look(self) -> None:
-        """Read the counts of the last steps, and decide by them what is exchanged."""
-        counts = self.counts.to("cpu", copy=True)
+        """Decide what is exchanged by the counts that have arrived, if any have."""
+        if self._counted is None:
+            return
+        counts, mark = self._counted
+        if mark is not None and not mark.query():
+            return
+        self._counted = None
         self._weights = self._weights * DECAY + (counts - self._seen)
         self._seen = counts
         kept = torch.zeros(self._weights.shape, dtype=torch.bool)
@@ -296,21 +313,24 @@ class KeptExperts:
         self._exchanges = deque(exchanges(self._weights, kept, PERIOD))
 
     def _follow_cpu(self) -> None:
-        """Measure the CPU in the last steps, and give the bus its share of the speed of both."""
-        read, calls = self.figures().nbytes["cpu"], int(self.traffic[:, 3].sum())  # waits for the calls that read it
-        busy = {nodes: nodes.nanoseconds for nodes in self._busy_seen}
-        taken = sum(after - self._busy_seen[nodes] for nodes, after in busy.items())
-        self._busy_seen.update(busy)
-        new, self._cpu_seen = read - self._cpu_seen, read
-        made, self._calls_seen = calls - self._calls_seen, calls
-        if new > 0 and taken > 0 and self._steps > 1:  # until then libraries set themselves up
-            self._share = next_share(self._share, self._bus_speed, cpu_speed(new, 1e-9 * taken, made))
+        """Measure the CPU in the calls that have ended, and give the bus its share of the speed of both."""
+        reads = {nodes: nodes.reads for nodes in self._reads_seen}
+        pairs = [(after, self._reads_seen[nodes]) for nodes, after in reads.items()]
+        nbytes, nanoseconds, calls = (sum(now[at] - then[at] for now, then in pairs) for at in range(3))
+        self._reads_seen.update(reads)
+        if nbytes > 0 and nanoseconds > 0 and self._steps > 1:  # until then libraries set themselves up
+            self._share = next_share(self._share, self._bus_speed, cpu_speed(nbytes, 1e-9 * nanoseconds, calls))
             self._share_out()
 
     def _share_out(self) -> None:
         """Let the next step divide experts by the present share. With `fixed`, nothing depends on a measurement."""
         lead = 0.0 if self.fixed else lead_of(self._share, BESIDE * self._bus_speed, max(self._nbytes))
-        self.share.copy_(torch.tensor([round(self._share * WHOLE_SHARE), round(lead * WHOLE_SHARE)]))
+        shares = torch.tensor([round(self._share * WHOLE_SHARE), round(lead * WHOLE_SHARE)], dtype=torch.int32)
+        self._enqueue(self.share, shares)
+
+    def _enqueue(self, target: Tensor, values: Tensor) -> None:
+        """Write values to the device behind what it has to do. The host does not wait, and may change `values`."""
+        target.copy_(values.pin_memory() if target.is_cuda else values, non_blocking=True)
 
     def _send(self, expert: int, place: int) -> Arrival:
         layer, number = divmod(expert, self.table.shape[1])

@@ -309,14 +309,14 @@ class PackedExperts:
         return bind_later(self._native.call, engine, arguments)((x_TH, index_TK, weights_TK), out_TH)
 
     def partial_call(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, out_TH: Tensor) -> HostCall:
-        """Return `host_call` without LoRA, to which choices that are `COMPUTED_ELSEWHERE` add nothing."""
+        """Return `host_call` without LoRA, to which choices that are `COMPUTED_ELSEWHERE` add nothing.
+
+        Its work is counted in intermediate units of the experts that it reads.
+        """
         engine = self._kernel.engine(_beside_gpu(self._threads), self._nodes, separate=True)
-        whole = self._arguments(NO_LORA, None, interleaved=False)
-
-        def arguments(*tensors: Tensor) -> Arguments:
-            return {**whole(*tensors), "partial": True}
-
-        return bind_later(self._native.call, engine, arguments)((x_TH, index_TK, weights_TK), out_TH)
+        arguments = self._arguments(NO_LORA, None, interleaved=False)(x_TH, index_TK, weights_TK, out_TH)
+        native = self._native.partial_call(engine, arguments, index_TK.numel(), self.sizes.intermediate)
+        return HostCall(native, (self, x_TH, index_TK, weights_TK, out_TH))
 
     @property
     def library(self) -> KernelLibrary:

@@ -17,11 +17,11 @@ from torch.nn import functional
 from ktc.diagnostics import Diagnostic, HostLacks
 from ktc.model.experts.layouts.coded_matrices import CodedMatrices, addressed_codes, are_coded
 from ktc.model.experts.layouts.packed import PackedExperts
-from ktc.model.experts.layouts.panel_codes import PanelCodes, Scales
+from ktc.model.experts.layouts.panel_codes import Cuts, PanelCodes, Scales, cuts_of
 from ktc.model.experts.layouts.panels import WIDTH, DensePanels, Panels, by_output, cut
 from ktc.model.experts.products.grouped_products import multiplies_codes
 from ktc.model.experts.references import kept_split
-from ktc.model.experts.references.kept_split import WHOLE_SHARE
+from ktc.model.experts.references.kept_split import FIRST_UNIT, WHOLE_SHARE
 from ktc.model.experts.references.reference import activated
 from ktc.model.kernels.form import ExpertsForm
 
@@ -85,7 +85,13 @@ def check_addressed(panels: Panels, device: torch.device) -> None:
     computed = kept_kernels.sum_of_choices(kept_kernels.products(rows, places, matrices), places, weights)
     wanted = 0.5 * (decoded[1].float() @ rows[0].float()) + 2 * (decoded[0].float() @ rows[2].float())
     require_equal("products at addresses", panels, computed[0], wanted)
-    _check_activations(panels, device)
+    cuts = cuts_of(matrices.columns, _codes(panels))
+    if cuts.parts > 1:
+        begun = Places(addresses + torch.tensor([1, 0, 1], device=device), step=cuts.step)
+        computed = kept_kernels.sum_of_choices(kept_kernels.products(rows, begun, matrices), begun, weights)
+        first, columns = decoded[..., : cuts.step].float(), rows[:, : cuts.step].float()
+        wanted = 0.5 * (first[1] @ columns[0]) + 2 * (first[0] @ columns[2])
+        require_equal("products of a part", panels, computed[0], wanted)
     _check_activations(panels, device)
     require_equal("choices", panels, _chosen(kept_kernels.split, device), _chosen(kept_split.split, device))
 
@@ -111,16 +117,21 @@ def _check_activations(panels: Panels, device: torch.device) -> None:
     products = torch.stack([decoded[number].float() @ row.float() for number, row in enumerate(rows)])
     wanted = activated(_GATED, (products + biases[:, : products.shape[1]])[:, lanes])
     require_equal("activations", panels, computed, wanted)
+    begun = Places(table[places.experts] + torch.tensor([1, 0], device=device), step=half)  # of one row a panel
+    computed = kept_kernels.activations(rows, begun, halves, _GATED, per_row=1, bias_at=begin)
+    require_equal("activations of a part", panels, computed[0, :half], wanted[0, :half])
+    require_equal("activations of the others", panels, computed[1], wanted[1])
 
 
 def _chosen(split: Callable[..., tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
-    """Return all results of a split of three choices, of which one is kept and one goes over the bus."""
-    table = torch.tensor([0, 9, 0, 0], device=device)
+    """Return all results of a split of three choices, of which one is kept and the bus reads one and a part."""
+    table = torch.tensor([0, 96, 0, 0], device=device)
     share = torch.tensor([WHOLE_SHARE // 2, WHOLE_SHARE // 8], dtype=torch.int32, device=device)
     counts = torch.zeros(4, dtype=torch.int32, device=device)
     traffic = torch.zeros(4, dtype=torch.int64, device=device)
-    results = split(torch.tensor([[3, 1, 0]], device=device), table, share, counts, traffic, 5, 2)
-    return torch.cat([of_split.flatten() for of_split in (*results, counts, traffic)])
+    results = split(torch.tensor([[3, 1, 0]], device=device), table, share, counts, traffic, (64, 32), Cuts(90, 32))
+    values = torch.cat([of_split.flatten().long() for of_split in (*results, counts, traffic)])
+    return torch.cat([values & 0xFFFF, values >> FIRST_UNIT])
 
 
 def require_equal(name: str, panels: Panels, computed: Tensor, right: Tensor) -> None:

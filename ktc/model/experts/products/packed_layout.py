@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ktc.model.experts.gpu.compiled_functions import compiled_on
-from ktc.model.experts.layouts.coded_matrices import CodedMatrices, are_coded
+from ktc.model.experts.layouts.coded_matrices import CodedMatrices, addressed_codes, are_coded
+from ktc.model.experts.layouts.panel_codes import Cuts, cuts_of
 from ktc.model.experts.layouts.panels import WIDTH, Panels, by_output, cut
 from ktc.model.experts.products.grouped_products import decoded, multiplies_codes
 from ktc.model.kernels.form import ExpertsForm
@@ -84,6 +85,11 @@ class PackedLayout:
             columns=self.hidden, parts=self.parts, interleaved=self.form.interleaved,
         )  # fmt: skip
         return Matrices(gate_up, down, *self._biases(packed))
+
+    @property
+    def cuts(self) -> Cuts:
+        """Where one expert of a step may be cut."""
+        return cuts_of(self.intermediate, addressed_codes(self.down))
 
     @property
     def bias_places(self) -> tuple[int, int]:

@@ -2,7 +2,9 @@
 
 In: the choices of a layer, the addresses of the experts that the GPU keeps, and the share of the others that the GPU
 reads over the bus. Out: an address for each choice that the GPU computes, and the choices that are left to the CPU.
-The kernel of `kept_kernels.py` computes the same; this is its reference, and it serves where no kernel runs.
+At most one expert is on both engines: the GPU computes its first intermediate units, the CPU the others, and the
+results are added as those of two experts are. The kernel of `kept_kernels.py` computes the same; this is its reference,
+and it serves where no kernel runs.
 """
 
 from __future__ import annotations
@@ -12,44 +14,57 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ktc.model.experts.layouts.panel_codes import MOST_PARTS, Cuts
+
 COMPUTED_ELSEWHERE: Final = -1
 """A choice that a partial call of a kernel leaves out (`ForwardArguments::partial`)."""
+FIRST_UNIT: Final = 32
+"""The bit from which on a choice of such a call has the first unit of its expert (`kFirstUnit`)."""
 WHOLE_SHARE: Final = 1 << 16  # of the experts that the GPU does not keep
 
 
 def split(
-    index_TK: Tensor, table: Tensor, share: Tensor, counts: Tensor, traffic: Tensor, host: int, nbytes: int
+    index_TK: Tensor, table: Tensor, share: Tensor, counts: Tensor, traffic: Tensor, packed: tuple[int, int], cuts: Cuts
 ) -> tuple[Tensor, Tensor]:
     """Divide the chosen experts of a layer: `(T, K) int64 -> (T * K,) int64, (T, K) int64`.
 
     Of the chosen experts without an address in `table`, ordered by number, the first ones (see `over_bus`) have that of
-    the host's packed bytes. Returned are the addresses of the choices, 0 for the CPU's, and the
-    choices with `COMPUTED_ELSEWHERE` in the place of those that have an address. Numbers of
-    missing experts stay invalid. `share` (2,) has the share and the lead. See `kept_kernels.split` for the others.
+    the host's packed bytes. Returned are the addresses of the choices, 0 for the CPU's, and the choices with
+    `COMPUTED_ELSEWHERE` in the place of those that have an address. The address of a divided expert has the number of
+    its first parts that the GPU computes in its lowest bits, and its choices the unit after them from bit `FIRST_UNIT`
+    on. Numbers of missing experts stay invalid. `share` (2,) has the share and the lead. See `kept_kernels.split` for
+    the others.
     """
+    host, nbytes = packed
     experts = torch.arange(len(table), device=table.device)
     is_of = index_TK.flatten()[:, None] == experts
     chosen = is_of.any(0)
     missing = chosen & (table == 0)
-    misses = missing.sum()
-    first = over_bus(misses, share[0], share[1])
-    sent = missing & (missing.cumsum(0) <= first)
-    places = torch.where(sent, host + experts * nbytes, table)
+    misses, order = missing.sum(), missing.cumsum(0)
+    parts = over_bus(misses, share[0], share[1], cuts.parts)
+    whole, rest = parts // cuts.parts, parts % cuts.parts
+    taken = torch.where(order <= whole, 0, torch.where(order == whole + 1, rest, 0))
+    places = torch.where(missing & ((order <= whole) | (taken > 0)), host + experts * nbytes + taken, table)
     addresses = (is_of * places).sum(1)
-    wrong = torch.where(index_TK < 0, len(table), index_TK)
-    left = torch.where((addresses != 0).view_as(index_TK), COMPUTED_ELSEWHERE, wrong)
+    given = addresses.view_as(index_TK)
+    wrong = torch.where((index_TK < 0) | (index_TK >= 1 << FIRST_UNIT), len(table), index_TK)
+    later = index_TK + ((given % MOST_PARTS * cuts.step) << FIRST_UNIT)
+    left = torch.where(given == 0, wrong, torch.where(given % MOST_PARTS > 0, later, COMPUTED_ELSEWHERE))
     counts += chosen.to(counts.dtype)
-    traffic += torch.stack((chosen.sum() - misses, first, misses - first, (misses > first).to(misses.dtype)))
+    sent, all_units = whole * cuts.units + rest * cuts.step, misses * cuts.units
+    hits = (chosen.sum() - misses) * cuts.units
+    traffic += torch.stack((hits, sent, all_units - sent, (all_units > sent).to(misses.dtype)))
     return addresses, left
 
 
-def over_bus(misses: Tensor, share: Tensor, lead: Tensor) -> Tensor:
-    """Return how many of some experts the bus reads, by its share (of `WHOLE_SHARE`) of the speed of bus and CPU.
+def over_bus(misses: Tensor, share: Tensor, lead: Tensor, parts: int = 1) -> Tensor:
+    """Return how many parts of some experts the bus reads, by its share (of `WHOLE_SHARE`) of the speed of bus and CPU.
 
-    `lead` (in `WHOLE_SHARE` of an expert) is what the bus reads by the time in which a call of the CPU reads nothing:
-    see `kept_division.lead_of`. So few experts are the bus' alone where a call costs the CPU more than they do.
+    An expert has `parts` parts. `lead` (in `WHOLE_SHARE` of an expert) is what the bus reads by the time in which a
+    call of the CPU reads nothing: see `kept_division.lead_of`. So few experts are the bus' alone where a call costs the
+    CPU more than they do.
 
     Whichever of both ends last ends earliest with this number. The nearest one to the share would give a slow bus one
-    expert too many: three of six at 0.42, which take it a sixth longer than four take the CPU.
+    whole expert too many: three of six at 0.42, which take it a sixth longer than four take the CPU.
     """
-    return torch.minimum((misses + 1) * share + lead >> 16, misses)
+    return torch.minimum((misses * parts + 1) * share + lead * parts >> 16, misses * parts)

@@ -1,18 +1,27 @@
 // A call of a kernel with its arguments: an operation of a decoding step, or a host function of a CUDA stream or graph.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <limits>
 #include <mutex>
+#include <vector>
 
 namespace ktc {
+
+// The runs of a call that computed something, and their time.
+struct HostWork {
+  std::int64_t nanoseconds = 0;
+  std::int64_t amount = 0;
+  std::int64_t runs = 0;
+};
 
 // The kernel, the engine and every pointer in the arguments must outlive the programs and graphs that hold the call.
 class HostCall {
  public:
-  explicit HostCall(std::function<void()> call);
+  // `amount` counts what a run has to compute, such as the experts that it reads. Without it a run has an amount of 1.
+  explicit HostCall(std::function<void()> call, std::function<std::int64_t()> amount = nullptr);
   HostCall(const HostCall&) = delete;
   HostCall& operator=(const HostCall&) = delete;
   ~HostCall();
@@ -23,17 +32,26 @@ class HostCall {
   // waits for `rethrow`.
   static void run(void* call) noexcept;
 
-  // The time of all runs.
-  std::int64_t nanoseconds() const;
+  // Of all runs that have ended.
+  HostWork work() const;
 
-  // Throws what the first run since the last `rethrow` threw, if any did.
-  void rethrow();
+  // Throws what the first run since the last `rethrow` threw, if any did, of the first `runs` of the call. Errors of
+  // later runs stay.
+  void rethrow(std::int64_t runs = std::numeric_limits<std::int64_t>::max());
 
  private:
+  struct Thrown {
+    std::int64_t run;  // from 1
+    std::exception_ptr error;
+  };
+  static constexpr std::size_t kMostThrown = 4;  // more than the runs that are under way at once
+
   std::function<void()> call_;
-  std::mutex busy_;
-  std::exception_ptr thrown_;
-  std::atomic<std::int64_t> nanoseconds_{0};
+  std::function<std::int64_t()> amount_;
+  mutable std::mutex busy_;
+  std::vector<Thrown> thrown_;
+  std::int64_t ended_ = 0;  // runs
+  HostWork work_;
 };
 
 }  // namespace ktc

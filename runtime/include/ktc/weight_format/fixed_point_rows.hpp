@@ -32,6 +32,10 @@ struct FixedPointRows {
   const FixedPointBlock* blocks;
   int rows;
 
+  // The values from `k` on, a multiple of 32. Only the first ones say whether a row is finite.
+  FixedPointRows from(std::int64_t k) const {
+    return {.words = words + k * rows, .blocks = blocks + k / kPanelWidth * rows, .rows = rows};
+  }
   bool finite(int row) const { return !std::isnan(blocks[row].scale); }
   bool finite() const {
     bool all = true;

@@ -129,6 +129,26 @@ def test_tensor_cores_compute_what_the_plain_kernels_do(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("form", [parse_form(text) for text in FORMS], ids=str)
+def test_tensor_cores_compute_the_parts_of_experts_that_the_plain_kernels_do(
+    form: ExpertsForm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrices, decoded = random_matrices(panels_of("mxfp4"), DEVICE)
+    x = torch.randn(3, matrices.columns, generator=torch.Generator().manual_seed(1)).bfloat16().to(DEVICE)
+    begin = torch.tensor([of.data_ptr() for of in matrices.packed], device=DEVICE)[torch.tensor([1, 0, 1])]
+    places = Places(begin + torch.tensor([1, 0, 1], device=DEVICE), step=64)
+    columns = kept_kernels.products(x, places, matrices).sum(0)
+    assert error(columns, plain(x, places, matrices, 1, monkeypatch)) <= 1e-5
+    assert error(columns[2], decoded[1, :, :64].float() @ x[2, :64].float()) <= 1e-5
+    parts = 2 if form.gated else 1
+    halves = replace(matrices, rows=64 // parts, parts=parts, interleaved=form.interleaved)
+    places = places._replace(step=32 // parts)
+    rows = kept_kernels.activations(x, places, halves, form, per_row=1)
+    whole = kept_kernels.activations(x, Places(begin), halves, form, per_row=1)
+    assert torch.equal(rows[1], whole[1]) and torch.equal(rows[:, : 32 // parts], whole[:, : 32 // parts])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_programs_that_share_the_columns_leave_their_sums_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     panels = panels_of("mxfp4")
     matrices, _ = random_matrices(panels, DEVICE)

@@ -74,6 +74,28 @@ def test_a_recorded_call_reads_what_its_memory_holds_when_it_runs(load: Load) ->
     assert torch.equal(memory.out, module(2 * x, layer.index, weights))
 
 
+def test_an_error_of_a_later_step_is_not_that_of_the_one_before(load: Load) -> None:
+    layer = random_layer(70, 37, 5, 2, 9, seed=2)
+    module = load(layer, spec_of(ISAS[0]))
+    called: list[tuple[int, int]] = []
+    nodes = HostNodes(lambda *call: called.append(call))
+    nodes.begin()  # of an earlier capture
+    with nodes.recorded(module.step_context):
+        module(layer.x.to(torch.bfloat16), layer.index, layer.weights.float())
+    (memory,) = nodes._memories.values()
+    numbers = list[int]()
+    for index in (layer.index, layer.index + 5):  # both are under way when the first one is checked
+        nodes.begin()
+        numbers.append(nodes.begun)
+        memory.index.copy_(index)
+        call_at_once(*called[0])
+    first, second = numbers
+    nodes.check(lambda _: "layers.3", first)
+    with pytest.raises(IndexError):
+        nodes.check(lambda _: "layers.3", second)
+    nodes.check(lambda _: "layers.3")
+
+
 def test_an_expert_that_does_not_exist_is_told_with_its_layer(load: Load) -> None:
     layer = random_layer(70, 37, 5, 2, 9)
     module = load(layer, spec_of(ISAS[0]))

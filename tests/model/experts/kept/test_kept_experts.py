@@ -6,8 +6,8 @@ Without a GPU, Triton's interpreter runs the kernels on the CPU.
 from __future__ import annotations
 
 import copy
+import itertools
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -24,13 +24,15 @@ from ktc.model.experts.host import page_lock
 from ktc.model.experts.host.host_node import HostNodes
 from ktc.model.experts.kept import kept_division, kept_policy
 from ktc.model.experts.kept.kept_division import CALL, lead_of
-from ktc.model.experts.kept.kept_experts import MEASURED, PERIOD, KeptExperts, KeptTraffic, can_keep
+from ktc.model.experts.kept.kept_experts import MEASURED, PERIOD, KeptExperts, can_keep
 from ktc.model.experts.kept.kept_policy import DECAY, Exchange, cpu_speed, exchanges, first_kept, next_share
+from ktc.model.experts.layouts.coded_matrices import addressed_codes
+from ktc.model.experts.layouts.panel_codes import MOST_PARTS, Cuts, cuts_of
 from ktc.model.experts.layouts.panels import panels_of
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.products.coded_check import check_addressed
 from ktc.model.experts.references import kept_split
-from ktc.model.experts.references.kept_split import COMPUTED_ELSEWHERE, WHOLE_SHARE
+from ktc.model.experts.references.kept_split import COMPUTED_ELSEWHERE, FIRST_UNIT, WHOLE_SHARE
 from ktc.model.experts.streamed.expert_stream import renew_streams
 from ktc.model.experts.streamed.stream_ring import ring_of
 from ktc.model.experts.streamed.stream_sizes import ring_bytes
@@ -71,28 +73,31 @@ def test_the_kernel_and_its_reference_split_alike() -> None:
         index, numbers = torch.stack(rows).to(DEVICE), torch.arange(experts)
         index[0, 0] = experts + 1 if tokens > 1 else -1  # no expert's
         table = torch.where(torch.rand(experts, generator=generator) < 0.4, numbers * 64 + 4096, 0).to(DEVICE)
-        for part in (0, WHOLE_SHARE // 3, WHOLE_SHARE):
+        for part, cuts in itertools.product((0, WHOLE_SHARE // 3, WHOLE_SHARE), (Cuts(90, 90), Cuts(90, 32))):
             results = list[tuple[Tensor, ...]]()
             for module in (kept_kernels, kept_split):
                 share = torch.tensor([part, WHOLE_SHARE // 3 if part else 0], dtype=torch.int32, device=DEVICE)
                 counts = torch.zeros(experts, dtype=torch.int32, device=DEVICE)
                 traffic = torch.zeros(4, dtype=torch.int64, device=DEVICE)
-                results.append((*module.split(index, table, share, counts, traffic, 1 << 40, 64), counts, traffic))
+                results.append(
+                    (*module.split(index, table, share, counts, traffic, (1 << 40, 64), cuts), counts, traffic)
+                )
             for one, other in zip(*results, strict=True):
                 assert torch.equal(one, other)
             addresses, left, counts, traffic = results[0]
-            assert int(traffic[:3].sum()) == int(counts.sum()) == len(index.unique()) - 1
+            assert int(traffic[:3].sum()) == 90 * int(counts.sum()) == 90 * (len(index.unique()) - 1)
             assert bool(traffic[3]) == bool(traffic[2])
-            assert torch.equal(left.flatten() == COMPUTED_ELSEWHERE, addresses != 0)
+            is_whole = (addresses != 0) & (addresses % MOST_PARTS == 0)
+            assert torch.equal(left.flatten() == COMPUTED_ELSEWHERE, is_whole)
 
 
 def last_of_both(sent: int, misses: int, bus: float, cpu: float, call: float = 0.0) -> float:
     return max(sent / bus, call * (sent < misses) + (misses - sent) / cpu)
 
 
-def sent_by(misses: int, share: float, lead: float = 0.0) -> int:
+def sent_by(misses: int, share: float, lead: float = 0.0, parts: int = 1) -> int:
     numbers = (torch.tensor(round(part * WHOLE_SHARE), dtype=torch.int32) for part in (share, lead))
-    return int(kept_split.over_bus(torch.tensor(misses), *numbers))
+    return int(kept_split.over_bus(torch.tensor(misses), *numbers, parts))
 
 
 @pytest.mark.parametrize(("bus", "cpu"), [(50.0, 66.0), (47.0, 84.0), (25.0, 140.0), (50.0, 20.0)])
@@ -138,29 +143,71 @@ def test_a_share_is_near_the_best_after_four_looks_and_stays_there(begin: float,
 
 def test_the_first_of_the_others_by_number_go_over_the_bus() -> None:
     index, table = torch.tensor([[7, 2, 5, 4]]), torch.zeros(8, dtype=torch.int64)
-    table[5] = 11
+    table[5] = 11 << 4
     share = torch.tensor([WHOLE_SHARE // 2, 0], dtype=torch.int32)
     rest = share, torch.zeros(8), torch.zeros(4, dtype=torch.int64)
-    addresses, left = kept_split.split(index, table, *rest, 1000, 10)
-    assert addresses.tolist() == [0, 1020, 11, 1040] and left.tolist() == [[7, -1, -1, -1]]
+    addresses, left = kept_split.split(index, table, *rest, (1024, 16), Cuts(90, 90))
+    assert addresses.tolist() == [0, 1056, 176, 1088] and left.tolist() == [[7, -1, -1, -1]]
+
+
+def test_one_expert_is_divided_after_those_that_the_bus_reads_whole() -> None:
+    index, table = torch.tensor([[7, 2], [4, 7], [4, 2]]), torch.zeros(8, dtype=torch.int64)
+    share = torch.tensor([WHOLE_SHARE // 2, 0], dtype=torch.int32)
+    counts, traffic = torch.zeros(8), torch.zeros(4, dtype=torch.int64)
+    addresses, left = kept_split.split(index, table, share, counts, traffic, (1024, 16), Cuts(90, 32))
+    divided = 1024 + 4 * 16 + 2  # of nine parts five
+    assert addresses.tolist() == [0, 1056, divided, 0, divided, 1056]
+    assert left.tolist() == [[7, -1], [4 + (64 << FIRST_UNIT), 7], [4 + (64 << FIRST_UNIT), -1]]
+    assert traffic.tolist() == [0, 90 + 64, 90 - 64 + 90, 1]
+
+
+@pytest.mark.parametrize("megabytes", [2.65, 13.2])
+@pytest.mark.parametrize(("bus", "cpu"), [(47.0, 102.0), (25.0, 140.0), (50.0, 20.0)])
+def test_bus_and_cpu_end_as_early_as_parts_of_an_expert_allow(bus: float, cpu: float, megabytes: float) -> None:
+    share, lead, parts = bus / (bus + cpu), lead_of(bus / (bus + cpu), bus * 1e9, megabytes * 1e6), 15
+    of_part = megabytes * 1e6 / 1e9 / parts
+    for misses in range(9):
+        times = [last_of_both(n, misses * parts, bus / of_part, cpu / of_part, CALL) for n in range(misses * parts + 1)]
+        assert times[sent_by(misses, share, lead, parts)] <= min(times) * 1.002
+        whole = times[parts * sent_by(misses, share, lead)]
+        assert min(times) <= whole
+
+
+def test_experts_are_cut_where_panels_and_scales_begin() -> None:
+    def cuts(units: int, stored: WeightFormat, group: int = 0) -> Cuts:
+        return cuts_of(units, addressed_codes(panels_of(stored, group)))
+
+    assert cuts(2880, "mxfp4") == Cuts(2880, 192) and cuts(2880, "mxfp4").parts == 15
+    assert cuts(768, "int4", 32) == Cuts(768, 64) and cuts(768, "int4", 128) == Cuts(768, 128)
+    assert cuts(768, "q6_k") == Cuts(768, 256)
+    assert cuts(101, "bf16") == Cuts(101, 32) and cuts(30, "bf16").parts == 1
+    assert cuts(2880, "int8").parts == 1, "scales of a row"
+    assert all(cuts(units, "bf16").parts <= MOST_PARTS for units in range(1, 3000))
 
 
 @pytest.mark.parametrize(
     "spec", [quick_or_slow(spec, spec in QUICK) for spec in FORMATS], ids=lambda spec: "-".join(spec.formats)
 )
 def test_three_engines_compute_what_the_cpu_computes(spec: FusedMoeSpec) -> None:
-    module, layer = stored_experts(spec, 4, tokens=2)
+    module, layer = stored_experts(spec, 4, tokens=2, intermediate=520)
     x, weights = layer.x.to(torch.bfloat16), layer.weights.float()
     index = torch.tensor([[0, 3], [1, 2]])
     with torch.no_grad():
         wanted = module(x, index, weights)
     bound = BOUND_INT8 if "int8" in spec.formats else BOUND
-    for places, share in ((0, 0.0), (0, 1.0), (2, 0.5), (4, 0.0)):
+    cut = 0
+    for places, share in ((0, 0.0), (0, 1.0), (2, 0.5), (4, 0.0), (0, 0.45), (3, 0.5)):
         store = kept_by(module, places, share, fixed=True)
         assert error(split_call(module, x, index, weights).float(), wanted.float()) <= bound
-        read = store.figures().experts
-        assert (read["gpu"], read["bus"]) == (places, int((4 - places) * share))
-        assert sum(read.values()) == 4
+        figures, layout = store.figures(), store.layers[0].layout
+        sent = sent_by(4 - places, share, parts=layout.cuts.parts)
+        whole, rest = divmod(sent, layout.cuts.parts)
+        units = whole * layout.intermediate + rest * layout.cuts.step
+        assert figures.experts["gpu"] == places and sum(figures.experts.values()) == pytest.approx(4)
+        assert figures.experts["bus"] == pytest.approx(units / layout.intermediate)
+        assert sum(figures.nbytes.values()) == pytest.approx(4 * layout.nbytes, abs=2)
+        cut += rest > 0
+    assert cut == 2 * ("int8" not in spec.formats)
 
 
 @pytest.mark.parametrize("form", ["silu(alpha=1.702, limit=1.25, up_offset=1.0) biased transposed interleaved",
@@ -173,6 +220,26 @@ def test_every_form_is_computed_by_address(load: Load, form: str) -> None:
     with torch.no_grad():
         wanted = module(x, layer.index, weights)
     assert error(split_call(module, x, layer.index, weights).float(), wanted.float()) <= BOUND
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 8])
+@pytest.mark.parametrize("form", ["silu", "silu(alpha=1.702, limit=1.25, up_offset=1.0) biased transposed interleaved",
+                                  "relu2 ungated", "silu ungated biased transposed"])  # fmt: skip
+def test_tokens_that_choose_the_same_expert_have_its_parts_from_both_engines(
+    load: Load, form: str, tokens: int
+) -> None:
+    layer = random_layer(70, 101, 5, 2, tokens, form=form, experts_used=3)
+    module = load(layer, spec_of(ISAS[0], form=form))
+    x, weights = layer.x.to(torch.bfloat16), layer.weights.float()
+    with torch.no_grad():
+        wanted = module(x, layer.index, weights)
+    read = list[float]()
+    for share in (0.3, 0.55, 0.8):
+        store = kept_by(module, 0, share, fixed=True)
+        assert error(split_call(module, x, layer.index, weights).float(), wanted.float()) <= BOUND
+        assert torch.equal(*(split_call(module, x, layer.index, weights) for _ in range(2)))
+        read.append(store.figures().experts["bus"] / 3)
+    assert any(number % 1 for number in read), "parts of an expert"
 
 
 def test_a_number_that_is_no_experts_is_an_error_of_the_step(load: Load) -> None:
@@ -225,31 +292,68 @@ def test_the_share_of_the_bus_follows_the_speed_of_the_cpu_in_steps(
             module(layer.x.to(DEVICE).bfloat16(), torch.tensor([[3, 4]]).to(DEVICE), layer.weights.float().to(DEVICE))
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
-        spent.append(nodes.nanoseconds)
+        spent.append(nodes.reads.nanoseconds)
     assert sorted(set(spent)) == spent, "calls that were dropped stay counted"
     assert int(store.share[0]) > WHOLE_SHARE // 50
 
 
-def test_the_time_of_the_cpu_is_read_when_its_calls_are_done(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = kept_by(load(random_layer(70, 37, 5, 2, 1), spec_of(ISAS[0])), 0, 0.5)
-    order, figures = list[str](), store.figures
+def test_calls_of_the_cpu_that_read_no_expert_are_not_in_its_speed(load: Load) -> None:
+    layer = random_layer(70, 37, 5, 2, 3)
+    module = load(layer, spec_of(ISAS[0]))
+    store, packed = kept_by(module, 5, 0.0), module.weights.packed
+    assert packed is not None
+    nodes = HostNodes(None if DEVICE.type == "cuda" else call_at_once, None if DEVICE.type == "cuda" else LastMoment())
+    given = layer.x.to(DEVICE).bfloat16(), layer.index.to(DEVICE), layer.weights.float().to(DEVICE)
+    for is_kept in (True, False):
+        if not is_kept:
+            store.table.zero_()
+        with torch.no_grad(), nodes.recorded(module.step_context):
+            module(*given)
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        read = 0 if is_kept else len(layer.index.unique())
+        assert nodes.reads.nbytes == read * packed.nbytes // 5
+        assert (nodes.reads.calls, nodes.reads.nanoseconds > 0) == (int(not is_kept), not is_kept)
 
-    class Nodes:
-        @property
-        def nanoseconds(self) -> int:
-            order.append("time")
-            return len(order)
 
-    def waited() -> KeptTraffic:
-        order.append("figures")
-        return figures()
+@pytest.mark.parametrize("share", [0.0, 0.4, 0.7])
+def test_the_cpu_reads_what_the_split_leaves_to_it(load: Load, share: float) -> None:
+    layer = random_layer(70, 64, 5, 2, 5)
+    module = load(layer, spec_of(ISAS[0]))
+    store = kept_by(module, 1, share, fixed=True)
+    nodes = HostNodes(None if DEVICE.type == "cuda" else call_at_once, None if DEVICE.type == "cuda" else LastMoment())
+    given = layer.x.to(DEVICE).bfloat16(), layer.index.to(DEVICE), layer.weights.float().to(DEVICE)
+    read = list[int]()
+    for _ in range(2):  # a GPU's first call is made beforehand too, as a trial
+        before = store.figures().nbytes["cpu"], nodes.reads.nbytes
+        with torch.no_grad(), nodes.recorded(module.step_context):
+            module(*given)
+        read = [store.figures().nbytes["cpu"] - before[0], nodes.reads.nbytes - before[1]]
+    assert read[0] == read[1] > 0
 
-    nodes: Any = Nodes()
-    store.uses(nodes)
-    monkeypatch.setattr(store, "figures", waited)
-    order.clear()
+
+def test_no_step_waits_for_the_counts_of_the_ones_before(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = random_layer(70, 37, 5, 2, 1)
+    module = load(layer, spec_of(ISAS[0]))
+    store = kept_by(module, 2)
+    asked, are_there = list[bool](), False
+
+    class Mark:
+        def query(self) -> bool:
+            asked.append(are_there)
+            return are_there
+
+    monkeypatch.setattr(store, "figures", None)
+    for step in range(PERIOD + 4):
+        split_call(module, layer.x.bfloat16(), torch.tensor([[3, 4]]), layer.weights.float())
+        with monkeypatch.context() as patched:
+            if step == PERIOD - 1:
+                patched.setattr(store._copies, "mark", Mark)
+            store.advance()
+        assert not store._sent and not store._exchanges
+    are_there = True
     store.advance()
-    assert order == ["figures", "time"]
+    assert asked == [False] * 5 + [True] and store._places.keys() & {3, 4}
 
 
 def test_fixed_tables_stay_as_they_are(load: Load) -> None:
@@ -289,7 +393,7 @@ def test_kernels_that_read_experts_by_address_are_checked_before_their_use(
         )  # without biases
         with pytest.raises(HostLacks, match=r"H247.*activations"):
             check_addressed.__wrapped__(panels, DEVICE)
-    monkeypatch.setattr(kept_split, "over_bus", lambda misses, share, lead: misses)
+    monkeypatch.setattr(kept_split, "over_bus", lambda misses, share, lead, parts: misses * parts)
     with pytest.raises(HostLacks, match=r"H247.*choices"):
         check_addressed.__wrapped__(panels, DEVICE)
     monkeypatch.setattr(kept_kernels, "sum_of_choices", lambda rows, addresses, weights: rows[:1])
