@@ -10,6 +10,7 @@ import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from engine_answers import FAMILIES, PROMPTS, Served, config_of
 from graph_row_engines import DEVICE, by_itself, graphs_here, with_graphs
 from torch import Tensor
 
-from ktc.inference.serving import generation, row_memory
+from ktc.inference.serving import generation, graph_rows, row_memory
 from ktc.inference.serving.batch import RowBatch
 from ktc.inference.serving.engine import Engine
 from ktc.inference.serving.graph_rows import GraphRows
@@ -496,6 +497,21 @@ def test_further_rows_of_a_step_repeat_the_first() -> None:
     feed(inputs, torch.tensor([9, 8]))
     assert inputs["input_ids"][:, 0].tolist() == [9, 8, 9, 9]
     assert inputs["position_ids"][:, 0].tolist() == [8, 4, 8, 8]
+
+
+def test_errors_of_experts_are_asked_for_by_the_number_of_the_step(model: Any) -> None:
+    nodes = Mock(begun=6)
+
+    def replay() -> Callable[[], None]:
+        nodes.begun += 1
+        return lambda: None
+
+    rows = GraphRows(model, graphs_here())
+    step = graph_rows._Step(Mock(), {}, Mock(logits=torch.zeros(1, 1, 3)), replay, nodes, is_captured=True)
+    first, second = (rows._begun(step, 1)[1] for _ in range(2))
+    first()
+    second()
+    assert [call.args[1] for call in nodes.check.call_args_list] == [7, 8]
 
 
 def test_a_request_knows_its_last_token(model: Any) -> None:
