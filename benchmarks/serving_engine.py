@@ -26,8 +26,8 @@ from ktc.inference.serving.model_runner import ModelRunner
 from ktc.inference.serving.request import Limits, Request
 
 _PARTS = [
-    ("steps", batch.RowBatch, "step"), ("prefill", prefill.PrefillBatch, "advance"), ("choice of tokens", worker,
-    "choose_tokens"), ("joining rows", batch.RowBatch, "join"), ("preparing requests", worker, "Generation"),
+    ("steps", batch.RowBatch, "step"), ("prefill", prefill.PrefillBatch, "advance"), ("choice of tokens", worker.Choice,
+    "begin"), ("joining rows", batch.RowBatch, "join"), ("preparing requests", worker, "Generation"),
     ("prefix cache", worker.PrefixCache, "length"), ("prefix cache", worker.PrefixCache, "find"),
     ("prefix cache", worker.PrefixCache, "add"), ("scheduling", worker.Scheduler, "_admit"),
 ]  # fmt: skip

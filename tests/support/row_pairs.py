@@ -48,7 +48,7 @@ class Pair:
             batch.leave(at)
 
     def step(self) -> None:
-        logits = [batch.step() for batch in self.batches]
+        logits = [batch.step().logits for batch in self.batches]
         for batch in self.batches:
             batch.finish()
         self.compare(logits)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ktc.foundation import versions
 from ktc.inference.serving.refusals import RequestRefused
+from ktc.model.decode_steps.device_feed import sent
 
 # Separators as models learned them, and no other white space: a small model would repeat line breaks without end. The
 # schema of a request must not choose these, nor that unknown keywords are ignored.
@@ -142,7 +143,7 @@ class ConstrainedAnswer:
         bits = ((octets[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten()[: logits.shape[-1]]
         forbidden = torch.ones(logits.shape[-1], dtype=torch.bool)
         forbidden[: len(bits)] = bits == 0
-        return logits.masked_fill(forbidden.to(logits.device), float("-inf"))
+        return logits.masked_fill(sent(forbidden, logits.device), float("-inf"))
 
     def add(self, token: int) -> None:
         """Append a token. Raises RuntimeError for one that may not follow, and SchemaTooComplex."""

@@ -130,7 +130,8 @@ def _application(
     app.add_exception_handler(HTTPException, refuse)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_middleware(CancelOnDisconnect)
-    app.add_middleware(Guard, gate=gate, requests=requests)  # outside of the others
+    methods = {route.path: route.methods for route in app.router.routes}
+    app.add_middleware(Guard, gate=gate, requests=requests, methods=methods)  # outside of the others
     return app
 
 

@@ -1,13 +1,16 @@
 """The running batch of one adapter: sequences that take one step of decoding together.
 
 In: generations whose prompts are prefilled. Out: the logits of every sequence's next token, (rows, V) in fp32. Where
-steps are CUDA graphs, they are there when `finish` returns; meanwhile the caller may enqueue what reads them.
+steps are CUDA graphs, they are there when `finish` returns; meanwhile the caller may enqueue what reads them, and begin
+the next step with tokens that are on the device alone. Rows may leave while one is under way: its logits are of those
+that it had begun with. `row` leaves out its position, which a row that has ended does not need.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections import deque
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -19,8 +22,17 @@ from ktc.inference.serving.model_runner import ModelRunner
 from ktc.inference.serving.pages import PagePool
 from ktc.inference.serving.row_cache import CachedRow, RowCache
 from ktc.inference.serving.row_memory import STANDING, RowMemory, unfit_row
+from ktc.model.decode_steps.step_ahead import PendingStep
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class BegunStep:
+    """A step of `rows`; its logits (rows, V) are there when it is done."""
+
+    rows: tuple[Generation, ...]
+    logits: Tensor
 
 
 class RowBatch:
@@ -34,7 +46,8 @@ class RowBatch:
         if self._graphs is not None:
             self._rows = RowMemory(most, standing, self._graphs.indexed)
         self._is_kept = self._graphs is not None
-        self._wait: Callable[[], None] | None = None
+        self._under_way = deque[PendingStep]()  # the earliest one first
+        self._ahead: BegunStep | Exception | None = None  # the last of them, or why it did not begin
 
     @property
     def nbytes(self) -> int:
@@ -61,6 +74,7 @@ class RowBatch:
 
     def compact(self) -> None:
         """Release memory that no page needs. Where memory is missing for that, the rows stay as they are."""
+        assert self._ahead is None, "a step under way reads what is forgotten"
         for recorded in (self._native, self._graphs):
             if recorded is not None:
                 recorded.forget()
@@ -77,6 +91,7 @@ class RowBatch:
 
     def join(self, generation: Generation, row: CachedRow) -> None:
         """Add a sequence, whose cache lacks its last token."""
+        assert self._ahead is None, "its tokens are read before"
         if self._graphs is not None and (reason := unfit_row(row)):
             self._graphs.refuse(reason)
             self._leave_memory()
@@ -87,23 +102,65 @@ class RowBatch:
         """Remove a sequence; the last one takes its place."""
         self._rows.leave(at)
         _swap_out(self.running, at)
+        if not self.running:
+            self._settle()
 
     def clear(self) -> list[Generation]:
         """Remove all sequences, as after a failed step, and return them. A replay that was begun is waited for."""
-        try:
-            self.finish()  # a GPU still calls functions of the step, whose memory may be released now
-        except Exception as error:  # noqa: BLE001 - the step has failed already
-            log.warning("a step that had failed ended with %s: %s", type(error).__name__, error)
+        self._settle()
         self._rows.clear()
         running, self.running = self.running, []
         return running
 
     def row(self, at: int) -> CachedRow:
-        """Return a sequence's keys and values, for later requests."""
+        """Return a sequence's keys and values, for later requests; its last token has none."""
+        if isinstance(self._rows, RowMemory):
+            return self._rows.row(at, len(self.running[at].tokens) - 1)
         return self._rows.row(at)
 
-    def step(self) -> Tensor:
-        """Read the last token of every sequence; return the logits of the next, which are there after `finish`."""
+    def step(self) -> BegunStep:
+        """Return the step that was begun ahead; otherwise begin one, which reads the last token of every sequence.
+
+        Raises why a step could not begin.
+        """
+        ahead, self._ahead = self._ahead, None
+        if isinstance(ahead, Exception):
+            raise ahead
+        return ahead or BegunStep(tuple(self.running), self._begun())
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a step was begun ahead."""
+        return self._ahead is not None
+
+    def may_step_ahead(self, step: BegunStep) -> bool:
+        """Return whether the next step can begin before the host has the tokens of `step`, the last one.
+
+        It is a replay for the same rows, of which none is known to end. Where a token ends one, the step computes a
+        position too much.
+        """
+        rows = self._rows
+        if self._graphs is None or not isinstance(rows, RowMemory) or not self._graphs.goes_ahead:
+            return False
+        if step.rows != tuple(self.running) or any(generation.is_at_limit for generation in step.rows):
+            return False
+        return rows.has_column and self._graphs.is_ready(rows)
+
+    def step_ahead(self, tokens: Tensor) -> None:
+        """Begin the next step with tokens (rows,) that the device chooses, behind the last step.
+
+        Why it cannot begin is raised by `step`: the tokens come first.
+        """
+        assert self._graphs is not None and isinstance(self._rows, RowMemory)
+        try:
+            logits, wait = self._graphs.again(self._rows, tokens.clamp_min(0))  # a row with -1 ends
+            self._under_way.append(PendingStep(wait))
+            self._rows.appended()
+            self._ahead = BegunStep(tuple(self.running), logits)
+        except Exception as error:  # noqa: BLE001 - raised by `step`
+            self._ahead = error
+
+    def _begun(self) -> Tensor:
         last = [generation.tokens[-1] for generation in self.running]
         logits = self._replayed(last)
         if logits is None:
@@ -116,18 +173,27 @@ class RowBatch:
         return logits
 
     def finish(self) -> None:
-        """Wait for the step, asleep. Raises what its kernels have raised on the CPU or on a GPU.
+        """Wait for the earliest step, asleep. Raises what its kernels have raised on the CPU or on a GPU.
 
         After an interrupt the step is still under way: the next call, such as that of `clear`, waits again.
         """
-        if self._wait is None:
+        if not self._under_way:
             return
         try:
-            self._wait()
+            self._under_way[0].finish()
         except Exception:
-            self._wait = None
+            self._under_way.popleft()
             raise
-        self._wait = None
+        self._under_way.popleft()
+
+    def _settle(self) -> None:
+        """Wait for all steps, which no sequence needs: a GPU calls functions of theirs, whose memory is released."""
+        self._ahead = None
+        while self._under_way:
+            try:
+                self.finish()
+            except Exception as error:  # noqa: BLE001 - its sequences have ended, or fail already
+                log.warning("a step that no answer needs ended with %s: %s", type(error).__name__, error)
 
     @property
     def lacks_steps(self) -> bool:
@@ -166,7 +232,8 @@ class RowBatch:
         if begun is None:
             self._leave_memory()
             return None
-        logits, self._wait = begun
+        logits, wait = begun
+        self._under_way.append(PendingStep(wait))
         return logits
 
     def _leave_memory(self) -> None:
@@ -193,6 +260,7 @@ class UnbatchedSequences:
     pool: Final = None
     is_kept: Final = False
     may_step_within_a_prompt: Final = False
+    is_ahead: Final = False
 
     def __init__(self, runner: ModelRunner) -> None:
         self.running: list[Generation] = []
@@ -217,9 +285,10 @@ class UnbatchedSequences:
         running, self.running = self.running, []
         return running
 
-    def step(self) -> Tensor:
+    def step(self) -> BegunStep:
         """Read the last token of every sequence; return the logits of the next."""
-        return torch.cat([self._logits(*both) for both in zip(self.running, self._caches, strict=True)])
+        logits = [self._logits(*both) for both in zip(self.running, self._caches, strict=True)]
+        return BegunStep(tuple(self.running), torch.cat(logits))
 
     def finish(self) -> None:
         """Do nothing: a step is done when it returns."""

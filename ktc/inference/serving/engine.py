@@ -249,7 +249,7 @@ class Engine:
             if not change.result.set_running_or_notify_cancel():
                 continue
             self._applying = change.idle
-            self._worker.flush()
+            self._worker.drain()
             try:
                 change.result.set_result(change.call())
             except Exception as error:

@@ -1,7 +1,8 @@
 """`Generation`: a request that is being answered, with its logits processors and its random numbers.
 
 In: a request and the model. `generate` of transformers prepares it: the processors are those of the model's generation
-config and of the request, and the cache is the one that `generate` would use. Out: the next token, from logits.
+config and of the request, and the cache is the one that `generate` would use. Out: the next token, from logits. A
+`Choice` is enqueued behind what computes the logits, and read when that is done; steps may begin with it before.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import copy
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from transformers import DynamicCache
 from ktc.inference.serving.request import End, Request
 from ktc.inference.serving.sampling import NOT_DRAWN, Settings, draw, shared_settings
 from ktc.inference.serving.stock_passes import StockPasses
+from ktc.model.decode_steps.device_feed import HostCopy, sent
 from ktc.model.hf.processor import on_device
 from ktc.model.hf.stock_model import finds_positions
 
@@ -77,6 +80,11 @@ class Generation:
         """Return logits (rows, V) of sequences with the same `settings`, after their processors."""
         return self._processors(None, logits) if self._processors else logits
 
+    @property
+    def is_at_limit(self) -> bool:
+        """Whether the next token is the last one by the request's limit."""
+        return len(self.tokens) + 1 - len(self.request.tokens) >= self.request.max_new_tokens
+
     def choose(self, logits: Tensor) -> Tensor:
         """Return the next token (1,) from logits (1, V), fp32, as `generate` does; or see `draw`."""
         if self._json is not None:
@@ -89,7 +97,7 @@ class Generation:
         """Append the next token; return the end if it ends the answer."""
         self.tokens.append(token)
         if self._seen is not None:
-            self._seen = torch.cat([self._seen, self._seen.new_tensor([[token]])], dim=1)
+            self._seen = torch.cat([self._seen, self._seen.new_full((1, 1), token)], dim=1)
         if self._json is not None:
             self._json.add(token)
             if self._json.is_complete:
@@ -99,26 +107,55 @@ class Generation:
         return End("length") if len(self.tokens) - len(self.request.tokens) >= self.request.max_new_tokens else None
 
 
-def choose_tokens(
-    generations: Sequence[Generation], logits: Tensor, ready: Callable[[], None] | None = None
-) -> list[int | Exception]:
-    """Return the next token of every sequence from logits (rows, V), or the exception of its own processors.
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The next token of every sequence, enqueued behind the logits: `tokens` (rows,), where none can be drawn -1.
 
-    The choices are enqueued behind what computes the logits; `ready` waits for it. Sequences that draw with the same
-    processors share their passes. Each has random numbers of its own.
+    `faults` are exceptions of a row's own processors. `states` are those of the random numbers before.
     """
-    states = [] if ready is None else [(one.generator, one.generator.get_state()) for one in generations if one.draws]
-    try:
-        return _chosen(generations, logits, ready)
-    except BaseException:  # the token of a step that failed is drawn again
-        for generator, state in states:
-            generator.set_state(state)
-        raise
+
+    tokens: Tensor
+    faults: Mapping[int, Exception]
+    states: Sequence[tuple[torch.Generator, Tensor]]
+    copy: HostCopy
+
+    @classmethod
+    def begin(cls, generations: Sequence[Generation], logits: Tensor) -> Choice:
+        """Enqueue the choice from logits (rows, V). It waits for the device only where a processor does.
+
+        Sequences that draw with the same processors share their passes. Each has random numbers of its own.
+        """
+        states = [(one.generator, one.generator.get_state()) for one in generations if one.draws]
+        try:
+            tokens, faults = _chosen(generations, logits)
+            return cls(tokens, faults, states, HostCopy.begin(tokens))
+        except BaseException:
+            _restore(states)
+            raise
+
+    def read(self, finish: Callable[[], None]) -> list[int | Exception]:
+        """Wait for the logits by `finish`, and return the tokens, or the exception of a row's own processors."""
+        try:
+            finish()
+            tokens: list[int] = self.copy.read()
+        except BaseException:  # the token of a step that failed is drawn again
+            _restore(self.states)
+            raise
+        faults = self.faults
+        return [faults.get(at) or (RuntimeError(NOT_DRAWN) if token < 0 else token) for at, token in enumerate(tokens)]
 
 
-def _chosen(
-    generations: Sequence[Generation], logits: Tensor, ready: Callable[[], None] | None
-) -> list[int | Exception]:
+def choose_tokens(generations: Sequence[Generation], logits: Tensor) -> list[int | Exception]:
+    """Return the next token of every sequence from logits (rows, V), or the exception of its own processors."""
+    return Choice.begin(generations, logits).read(lambda: None)
+
+
+def _restore(states: Sequence[tuple[torch.Generator, Tensor]]) -> None:
+    for generator, state in states:
+        generator.set_state(state)
+
+
+def _chosen(generations: Sequence[Generation], logits: Tensor) -> tuple[Tensor, dict[int, Exception]]:
     chosen, faults, alike = logits.argmax(-1), dict[int, Exception](), dict[Settings, list[int]]()
     for at, generation in enumerate(generations):
         if generation.settings is not None:
@@ -129,13 +166,13 @@ def _chosen(
             except Exception as error:  # noqa: BLE001  # the other sequences of the batch continue
                 faults[at] = error
     for rows in alike.values():
-        first, together = generations[rows[0]], torch.tensor(rows).to(logits.device)
-        scores = first.processed(logits.index_select(0, together))
-        chosen[together] = draw(scores, [generations[at].generator for at in rows])
-    if ready is not None:
-        ready()
-    tokens = cast("list[int]", chosen.tolist())
-    return [faults.get(at) or (RuntimeError(NOT_DRAWN) if token < 0 else token) for at, token in enumerate(tokens)]
+        first, generators = generations[rows[0]], [generations[at].generator for at in rows]
+        if len(rows) == len(generations):
+            chosen = draw(first.processed(logits), generators)
+            continue
+        together = sent(torch.tensor(rows), logits.device)
+        chosen[together] = draw(first.processed(logits.index_select(0, together)), generators)
+    return chosen, faults
 
 
 class _Prepared:

@@ -7,7 +7,8 @@ the new tokens, and which columns a row has. Model states are not compared: upda
 graphs. While answers run, a step that has no graph yet is computed without one, and the next one is captured: rows
 wait for the first kernels of a shape and for a capture in two steps, not in one. Refused with a warning (L451): a model
 that cannot be captured. Where a graph of fewer slots was captured, and one of more is not, or memory was missing for
-it, the same step is computed without a graph.
+it, the same step is computed without a graph. A captured step may begin again while the last one is under way: what it
+reads is on the device then.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ktc.inference.serving.row_memory import RowMemory, RowPlaces
 from ktc.model.attention.sparse import Sparse, indexed_layers, unindexed
 from ktc.model.attention.step_index import IndexedLayer
 from ktc.model.decode_steps.cuda_graph import DecodeGraphs, StepRecorder, layer_name, record_step
+from ktc.model.decode_steps.device_feed import feed
 from ktc.model.decode_steps.graph_replay import Compute, Replay, Wait
 from ktc.model.decode_steps.model_state import foreign_hook
 from ktc.model.experts.host.host_node import HostNodes
@@ -98,6 +100,25 @@ class GraphRows:
             return None
         for name, value in given.items():
             step.inputs[name].copy_(value)
+        return self._begun(step, len(tokens))
+
+    @property
+    def goes_ahead(self) -> bool:
+        """Whether a step may begin while the last one is under way."""
+        return self._graphs.recorder.ahead
+
+    @torch.no_grad()
+    def again(self, memory: RowMemory, tokens: Tensor) -> tuple[Tensor, Wait]:
+        """Begin the last step again, for the same rows and tokens (rows,) that the device chooses; see `begin`.
+
+        The memory must be ready and have a column. The last step may be under way, and no other.
+        """
+        step = self._steps[memory.begin_step()]
+        feed(step.inputs, tokens)
+        return self._begun(step, len(tokens))
+
+    def _begun(self, step: _Step, rows: int) -> tuple[Tensor, Wait]:
+        """Begin a replay for what the inputs hold, and return its logits and a function that waits."""
         done = step.replay()
 
         def wait() -> None:
@@ -107,7 +128,7 @@ class GraphRows:
                 if step.nodes is not None:
                     step.nodes.check(lambda packed: layer_name(self._model, packed))
 
-        logits = cast("Tensor", step.output.logits)[: len(tokens), -1]
+        logits = cast("Tensor", step.output.logits)[:rows, -1]
         try:
             return logits.to(torch.float32, copy=True), wait  # the next step writes to the same address
         except BaseException:

@@ -2,7 +2,8 @@
 
 In: an ASGI request and its `Gate`. Out: the same request with its body read and checked, its images kept beside it
 (`BODY_IMAGES`), or OpenAI's error object: another host or origin (403), no key (401), another type (415), too many
-bytes (413), too slow (408), not JSON (400). Large bodies are parsed on a thread of their own.
+bytes (413), too slow (408), not JSON (400). A path that takes no POST refuses one before its body is read (405, 404).
+Large bodies are parsed on a thread of their own.
 An exception of a handler is 500, once in the log, and never ends the server.
 """
 
@@ -13,7 +14,7 @@ import itertools
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
@@ -88,8 +89,11 @@ class _Reserved:
 class Guard:
     """ASGI middleware around all others."""
 
-    def __init__(self, app: Any, gate: Gate, requests: RequestLog) -> None:
-        self._app, self._gate, self._requests = app, gate, requests
+    def __init__(
+        self, app: Any, gate: Gate, requests: RequestLog, methods: Mapping[str, Collection[str]] | None = None
+    ) -> None:
+        """`methods` are those of each path of the application; without them, it refuses others itself."""
+        self._app, self._gate, self._requests, self._methods = app, gate, requests, methods
         self._texts, self._large = _Budget(gate.bodies_bytes), _Budget(max(gate.bodies_bytes, 2 * gate.most_bytes))
         self._parsing = ThreadPoolExecutor(1, "ktc-parsing")
 
@@ -113,6 +117,7 @@ class Guard:
             _require_head(scope)
             self._require_caller(scope["path"], headers)
             if scope["method"] == "POST" and scope["path"].startswith("/v1/"):
+                self._require_post(scope["path"])
                 reserved = self._reserve(headers)
                 body, images = await self._opened(await self._body(headers, receive), reserved)
                 receive, token = _replayed(body, receive), BODY_IMAGES.set(images)
@@ -150,6 +155,16 @@ class Guard:
         ):
             challenge = {"WWW-Authenticate": "Bearer"}
             raise RequestRefused(401, "the API key is missing or wrong", headers=challenge)
+
+    def _require_post(self, path: str) -> None:
+        """Raise RequestRefused for a path that takes no POST (405), and for an unknown one (404)."""
+        methods = None if self._methods is None else sorted(self._methods.get(path, ()))
+        if methods is None or "POST" in methods:
+            return
+        if not methods:
+            raise RequestRefused(404, "there is nothing at this path")
+        allowed = ", ".join(methods)
+        raise RequestRefused(405, f"this path takes {allowed}, not POST", headers={"Allow": allowed})
 
     def _reserve(self, headers: Mapping[str, str]) -> _Reserved:
         """Return the bytes that a body may take. Raises RequestRefused."""

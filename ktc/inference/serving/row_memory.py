@@ -116,9 +116,14 @@ class RowMemory:
         return rounded(max(1, len(self.lengths)))
 
     @property
+    def has_column(self) -> bool:
+        """Whether the next step has a column where the rows are."""
+        return self._end < self.capacity
+
+    @property
     def needs_move(self) -> bool:
         """Whether the next step has no column without other addresses."""
-        return self._end == self.capacity and self._is_small(len(self.lengths), self.columns)
+        return not self.has_column and self._is_small(len(self.lengths), self.columns)
 
     # Rows ------------------------------------------------------------------------------------------------------------
     def hold(self, row: CachedRow, beginning: CachedRow | None = None) -> CachedRow:
@@ -170,13 +175,13 @@ class RowMemory:
         self._repeats.clear()
         self._is_shown = False
 
-    def row(self, at: int) -> CachedRow:
-        """Return a copy of a sequence; a layer with a window keeps its last tokens."""
-        length, layers = self.lengths[at], list[LayerRow | None]()
+    def row(self, at: int, length: int | None = None) -> CachedRow:
+        """Return a copy of a sequence, or of its first `length` tokens. A layer with a window keeps the last ones."""
+        length = self.lengths[at] if length is None else length
+        end, layers = self._end - self.lengths[at] + length, list[LayerRow | None]()
         for number, window in enumerate(self._windows):
-            first = self._end - (length if window is None else min(length, window - 1))
-            keys, values = self._sides[2 * number : 2 * number + 2]
-            layers.append(LayerRow(keys[at, :, first : self._end].clone(), values[at, :, first : self._end].clone()))
+            first = end - (length if window is None else min(length, window - 1))
+            layers.append(LayerRow(*(side[at, :, first:end].clone() for side in self._sides[2 * number :][:2])))
         return CachedRow(length, tuple(layers), self._windows)
 
     def compact(self) -> None:

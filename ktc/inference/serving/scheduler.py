@@ -78,6 +78,13 @@ class Scheduler:
         return self._prefill is not None or bool(self.running)
 
     @property
+    def has_prompts(self) -> bool:
+        """Whether the next iteration reads prompts."""
+        if self._prefill is not None:
+            return True
+        return bool(self.waiting) and not self.is_draining and self._has_room((self.waiting[0],))
+
+    @property
     def live(self) -> tuple[Request, ...]:
         """The requests that have not ended."""
         return tuple(self._live.values())

@@ -6,6 +6,8 @@ Passes leave cuDNN's attention out, which builds a plan for each length of a pro
 Where steps are CUDA graphs, the pass of a prompt gives way between two layers: a batch whose last step is old takes one
 there, so no answer waits for the whole pass. Events of such steps are emitted when the next step has begun, so that
 their receivers work while the GPU does.
+The next step of a batch begins before the host has the tokens of the last one, which the device reads itself
+(`_may_step_ahead`). They are read before anything else happens to the batch than a row that leaves it.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from typing import Final
 
 from ktc.foundation.memory_faults import memory_fault
 from ktc.inference.serving.answer_grammar import SchemaTooComplex
-from ktc.inference.serving.batch import RowBatch, UnbatchedSequences
-from ktc.inference.serving.generation import Generation, choose_tokens
+from ktc.inference.serving.batch import BegunStep, RowBatch, UnbatchedSequences
+from ktc.inference.serving.generation import Choice, Generation, choose_tokens
 from ktc.inference.serving.model_runner import ModelRunner
 from ktc.inference.serving.models import LoadedAdapters
 from ktc.inference.serving.prefill import PrefillBatch
@@ -74,6 +76,13 @@ class Worker:
                     self._prefill(decision)
                 case DecodeStep():
                     self._decode(decision.adapter)
+
+    def drain(self) -> None:
+        """Read the tokens of steps that were begun ahead, and emit all events, before other work than steps."""
+        for adapter, batch in tuple(self.batches.items()):
+            if batch.is_ahead:
+                self._step(adapter)
+        self.flush()
 
     def flush(self) -> None:
         """Emit the events that wait for the next step to begin."""
@@ -165,6 +174,7 @@ class Worker:
 
     def remove_adapter(self, adapter: str) -> None:
         """Remove an adapter that no request uses, and its cached prompts."""
+        self.drain()
         self.prefixes.clear(adapter)
         self.batches.pop(adapter, None)
         try:
@@ -175,7 +185,7 @@ class Worker:
     # Prompts -----------------------------------------------------------------------------------------------------
     def _prefill(self, chunk: PrefillChunk) -> None:
         """Compute a chunk of prompts. When all is computed, the sequences join their batch."""
-        self.flush()
+        self.drain()
         name = chunk.requests[0].name
         batch = self._prefills.pop(name, None)
         generations = self._prepared(chunk.requests) if batch is None else batch.generations
@@ -290,31 +300,44 @@ class Worker:
         except Exception as error:  # noqa: BLE001  # its requests end
             self._fail_step(adapter, error, is_out_of_memory(error))
             return
-        self._step(adapter)
+        self._step(adapter, goes_ahead=len(self.scheduler.running) == 1 and not self.scheduler.has_prompts)
 
-    def _step(self, adapter: str) -> None:
+    def _step(self, adapter: str, *, goes_ahead: bool = False) -> None:
+        """Take a step, or read the one that was begun ahead. With `goes_ahead`, begin the next one before, if it can.
+
+        It does not go ahead where another adapter's step or a prompt is next: these would come later.
+        """
         batch = self.batches[adapter]
         try:
-            logits = batch.step()
+            step = batch.step()
+            choice = Choice.begin(step.rows, step.logits)
+            if goes_ahead and isinstance(batch, RowBatch) and batch.may_step_ahead(step):
+                batch.step_ahead(choice.tokens)
             self.flush()  # the events of the step before
-            generations = tuple(batch.running)
-            tokens = choose_tokens(generations, logits, batch.finish)
+            tokens = choice.read(batch.finish)
         except Exception as error:  # noqa: BLE001  # its requests end
             self._fail_step(adapter, error, is_out_of_memory(error))
             return
         self._stepped[adapter] = time.monotonic()
         try:
-            ends = self._add_tokens(generations, tokens, later=batch.is_kept)
-            for at in reversed(range(len(ends))):
-                if (end := ends[at]) is not None:
-                    request, sequence = generations[at].request, generations[at].tokens[:-1]
-                    is_kept = self._caches_prefixes and request.may_be_cached and not end.error
-                    if is_kept and isinstance(batch, RowBatch):
-                        self.prefixes.add(adapter, request.key(sequence), batch.row(at))
-                    batch.leave(at)
+            self._add_tokens_of(adapter, step, tokens)
             self._settle(adapter)
         except Exception as error:  # noqa: BLE001  # its requests end
             self._fail_step(adapter, error, lacks_memory=False)
+
+    def _add_tokens_of(self, adapter: str, step: BegunStep, tokens: Sequence[int | Exception]) -> None:
+        """Add the tokens of a step to its sequences, of which those leave that end. Some may have left before."""
+        batch = self.batches[adapter]
+        of_step = dict(zip(step.rows, tokens, strict=True))
+        running = tuple(batch.running)
+        ends = self._add_tokens(running, [of_step[generation] for generation in running], later=batch.is_kept)
+        for at in reversed(range(len(ends))):
+            if (end := ends[at]) is not None:
+                request, sequence = running[at].request, running[at].tokens[:-1]
+                is_kept = self._caches_prefixes and request.may_be_cached and not end.error
+                if is_kept and isinstance(batch, RowBatch):
+                    self.prefixes.add(adapter, request.key(sequence), batch.row(at))
+                batch.leave(at)
 
     def _fail_step(self, adapter: str, error: Exception, lacks_memory: bool) -> None:
         """End the requests of a failed step. Where memory was missing, half of them at a time are computed again.
@@ -346,7 +369,7 @@ class Worker:
     def _add_tokens(
         self, generations: Sequence[Generation], tokens: Sequence[int | Exception], *, later: bool = False
     ) -> list[End | None]:
-        """Add one token to each sequence, and emit them, or at the next `flush` those that are for `later`.
+        """Add one token to each sequence, and emit them. Those for `later` wait for `flush`, if no sequence ends.
 
         A fault in the choice of a token ends its sequence alone.
         """
@@ -366,7 +389,7 @@ class Worker:
             if any(self.scheduler.is_live(generation.request.name) for generation in batch.generations)
         }
         self._unsent += events
-        if not later:
+        if ended or not later:
             self.flush()
 
     def _settle(self, adapter: str) -> None:

@@ -16,19 +16,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ktc.model.decode_steps.cuda_graph import CACHE, Begun, DecodeGraphs
+from ktc.model.decode_steps.device_feed import HostCopy, feed
 from ktc.model.decode_steps.step_ahead import PendingStep, StepAhead, WaitingCriteria
 from ktc.model.decode_steps.step_memory import length_of
 from ktc.model.decode_steps.token_choice import TokenChoice
 
 OnTokens = Callable[[Tensor], object]  # of the host, (B,)
-_SLOTS: Final = 2  # tokens that are on their way to the host
 
 
 class FirstSteps(WaitingCriteria):
@@ -67,11 +67,10 @@ class OpenStreamer:
 
 @dataclass(slots=True)
 class _Unread:
-    """The tokens behind `step`, on their way to the host: `there` (B + 2,) has them when `copied` is over."""
+    """The tokens behind `step`, and what they end, (B + 2,) on their way to the host."""
 
     step: PendingStep
-    there: Tensor
-    copied: Any
+    report: HostCopy
 
 
 class RunAhead:
@@ -112,9 +111,6 @@ class RunAhead:
         self._first = self._length  # what `begun` has computed, its own position included
         self._tokens, self._unfinished = ids[:, -1], unfinished
         self._report = ids.new_zeros(batch + 2)
-        pinned = ids.is_cuda
-        self._there = deque(torch.zeros(batch + 2, dtype=ids.dtype, pin_memory=pinned) for _ in range(_SLOTS))
-        self._copied = deque(torch.cuda.Event() if pinned else None for _ in range(_SLOTS))
 
     def _loop(self) -> None:
         unread: _Unread | None = None
@@ -138,11 +134,7 @@ class RunAhead:
         captured, batch = self._begun[0], len(self._tokens)
         if not self._is_captured or self._length >= captured.memory.capacity:
             return None
-        ids = captured.inputs["input_ids"][:, 0]
-        ids[:batch].copy_(self._tokens)
-        if batch < len(ids):
-            ids[batch:].copy_(self._tokens[:1].expand(len(ids) - batch))
-        captured.inputs["position_ids"].add_(1)
+        feed(captured.inputs, self._tokens)
         captured.memory.position.add_(1)
         step = self._graphs.again(self._model, self._begun, self._ahead)
         if step is None:
@@ -174,27 +166,20 @@ class RunAhead:
         self._ids = torch.cat((self._ids, tokens[:, None]), -1)  # as stock code: others may keep or change them
         self._tokens = self._ids[:, -1]
         self._count += 1
-        batch, there, copied = len(tokens), self._there[0], self._copied[0]
-        self._there.rotate()
-        self._copied.rotate()
+        batch = len(tokens)
         if self._on_tokens is not None:
             self._report[:batch] = tokens
         if self._choice.ends is not None:
             self._report[batch] = ~self._unfinished.any()
         if impossible is not None:
             self._report[batch + 1] = impossible
-        there.copy_(self._report, non_blocking=True)
-        if copied is not None:
-            copied.record(torch.cuda.current_stream(self._ids.device))  # another one may be the process' current GPU
-        return _Unread(step, there, copied)
+        return _Unread(step, HostCopy.begin(self._report))
 
     def _is_over(self, unread: _Unread) -> bool:
         """Wait for a step and its tokens, pass them on, and return whether they end all rows. Raises its errors."""
         self._finish(unread.step)
-        if unread.copied is not None:
-            unread.copied.synchronize()
+        *tokens, is_over, is_impossible = unread.report.read()
         self._computed += 1
-        *tokens, is_over, is_impossible = cast("list[int]", unread.there.tolist())
         if is_impossible:
             raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
         if self._choice.others or self._on_tokens is not None:

@@ -9,7 +9,7 @@ done once per step: walking through all modules costs more than all other code a
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ktc.model.hf.patching import with_attributes
+from ktc.model.hf.patching import stock_class, with_attributes
 from ktc.model.loading.compiled_model import CompiledModel
 from ktc.training.trainers.chunked_loss import WholeLogits, causal_model, in_chunks_of_tokens
 from ktc.training.trainers.joined_inputs import Batch, Inputs, rows_of
 from ktc.training.trainers.layer_calls import ModelCall, caller_of, finished, record
 from ktc.training.trainers.own_losses import own_losses_of
-from ktc.training.trainers.private_api import prepared_inputs
+from ktc.training.trainers.private_api import positions_follow, prepared_inputs
+from ktc.training.trainers.sent_values import SentValues
 from ktc.training.trainers.split_layer import CannotStack, SplitLayer
 
 TrainingStep = Callable[..., Tensor]
@@ -45,7 +46,7 @@ class EmbedAndHead:
         self._caller = caller_of(model, layers)
         self._modes: list[dict[str, Any]] = []  # the attributes of all modules, after they were set to training
         self._changed: list[Tensor] = []  # per micro-batch of a step, whether its input differed from the recorded one
-        self._arriving: list[tuple[Tensor, torch.cuda.Event]] = []  # of earlier passes, on their way to the host
+        self._arriving: list[SentValues] = []  # of earlier passes, on their way to the host
         self._own = own_losses_of(trainer)
         self.whole_loss, self.in_parts = whole_loss, False
         self.checks_at_once = True
@@ -90,8 +91,12 @@ class EmbedAndHead:
             CannotStack: the model cannot be run layer by layer.
         """
 
+        # a stock model counts positions itself where it gets none
+        is_stock = stock_class(self.causal).__module__.startswith("transformers.")
+        follow = is_stock and self.in_parts and "position_ids" not in inputs
+
         def begin() -> None:
-            with self._trainer.compute_loss_context_manager():
+            with self._trainer.compute_loss_context_manager(), positions_follow() if follow else nullcontext():
                 self._trainer.compute_loss(self._model, dict(inputs), num_items_in_batch=num_items)
 
         return record(self._layers, begin)
@@ -169,12 +174,7 @@ class EmbedAndHead:
     def begin_check(self) -> None:
         """Send what `check_unchanged` reads to the host, before the device gets work that it would wait for."""
         if self._changed and self._changed[0].is_cuda:
-            changed = torch.stack(self._changed).any()
-            flag = torch.empty(changed.shape, dtype=changed.dtype, pin_memory=True)
-            flag.copy_(changed, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record(torch.cuda.current_stream(changed.device))
-            self._arriving.append((flag, arrived))
+            self._arriving.append(SentValues(torch.stack(self._changed).any()))
             self._changed = []
 
     def check_unchanged(self) -> None:
@@ -184,9 +184,7 @@ class EmbedAndHead:
             CannotStack: one has changed.
         """
         arriving, self._arriving = self._arriving, []
-        for _, arrived in arriving:
-            arrived.synchronize()
-        changed = [bool(flag) for flag, _ in arriving]
+        changed = [flag.read() for flag in arriving]
         if any(changed) or (self._changed and bool(torch.stack(self._changed).any())):
             raise CannotStack(_CHANGED)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, cast
 
@@ -21,9 +21,15 @@ from accelerate.data_loader import DataLoaderDispatcher
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from ktc.training.trainers.known_columns import count_columns
 from ktc.training.trainers.private_api import pytree
 
 _KNOWN: Final = frozenset({"transformers", "trl", "peft", "ktc"})
+
+
+def has_known_callbacks(trainer: Any) -> bool:
+    """Return whether all callbacks are of known libraries, which read no gradients and change no data."""
+    return {type(callback).__module__.partition(".")[0] for callback in trainer.callback_handler.callbacks} <= _KNOWN
 
 
 class FetchAhead:
@@ -53,6 +59,7 @@ class FetchAhead:
             return
         with self._beside(device):
             epoch.fetch(self._count)
+            count_columns(epoch.batches)
         if device.type == "cuda":
             current = torch.cuda.current_stream(device)
             current.wait_stream(cast("torch.cuda.Stream", self._stream))
@@ -73,8 +80,7 @@ class FetchAhead:
         kinds = "use_stateful_dataloader", "dispatch_batches"
         if state.global_step + 1 >= state.max_steps or any(getattr(config, kind, None) for kind in kinds):
             return False
-        packages = {type(callback).__module__.partition(".")[0] for callback in trainer.callback_handler.callbacks}
-        return hasattr(trainer.train_dataset, "__len__") and packages <= _KNOWN and not self._is_dispatched()
+        return hasattr(trainer.train_dataset, "__len__") and has_known_callbacks(trainer) and not self._is_dispatched()
 
     def _is_dispatched(self) -> bool:
         """Return whether one process may fetch the batches of all: without a setting that depends on the data."""
@@ -113,6 +119,11 @@ class _Epoch(Iterator[Any]):
                 self._fetched.append(self._next())
             except Exception as ended:  # noqa: BLE001  # StopIteration too: raised in the step that takes the batch
                 self._ended = ended
+
+    @property
+    def batches(self) -> Sequence[Any]:
+        """The batches that were fetched."""
+        return self._fetched
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors of the batches that were fetched."""

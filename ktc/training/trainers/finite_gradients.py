@@ -19,35 +19,47 @@ from ktc.diagnostics import Diagnostic, KtcError
 from ktc.model.experts.trained.peft_wrapper import ExpertsParamWrapper
 from ktc.training.trainers.checkpoints import last_kept
 from ktc.training.trainers.gradient_norm import total_norm
+from ktc.training.trainers.sent_values import SentValues
 
 
-def require_finite(
-    model: nn.Module, parameters: Sequence[nn.Parameter], step: int, run: Path, *, as_written: bool = False
-) -> tuple[Tensor, float] | None:
-    """Check the gradients of a step, and return their norm and its value, None without any.
+class GradientCheck:
+    """The gradients of a step, at least one, and their `norm` on its way to the host.
 
-    One norm is read for all of them: the host waits for the backward. They are `as_written` by it, or may have
-    changed since.
-
-    Raises:
-        KtcError: T548, with the first parameter whose gradient is not finite, and its expert.
+    They are `as_written` by backward, or may have changed since. `step` is the number of the step.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not gradients:
-        return None
-    norm = total_norm(gradients, as_written=as_written)
-    value = float(norm)
-    if math.isfinite(value):
-        return norm, value
-    gradient = next((gradient for gradient in gradients if not bool(gradient.isfinite().all())), None)
-    if gradient is None:  # their squares are too large for a sum
-        return norm, value
-    name = next((name for name, parameter in model.named_parameters() if parameter.grad is gradient), "")
-    place = _expert(model, name, gradient)
-    kind = "NaN" if bool(gradient.isnan().any()) else "infinite"
-    message = f"step {step}: the gradient of `{name}`{place} is {kind}; the step was not taken, {last_kept(run)}"
-    hint = "read the rows of this step, or start again with a lower learning rate"
-    raise KtcError(Diagnostic("T548", message, hint=hint))
+
+    def __init__(
+        self, model: nn.Module, parameters: Sequence[nn.Parameter], step: int, run: Path, *, as_written: bool = False
+    ) -> None:
+        self._model, self._step, self._run = model, step, run
+        self._pairs = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+        self.norm = total_norm([gradient for _, gradient in self._pairs], as_written=as_written)
+        self._sent = SentValues(self.norm)
+
+    def read(self) -> float:
+        """Return the norm. One is read for all gradients: the host waits for the backward.
+
+        It is not finite where their squares are too large for a sum.
+
+        Raises:
+            KtcError: T548, with the first parameter whose gradient is not finite, and its expert.
+        """
+        value = float(self._sent.read())
+        if math.isfinite(value):
+            return value
+        pair = next((pair for pair in self._pairs if not bool(pair[1].isfinite().all())), None)
+        if pair is not None:
+            raise self._refusal(*pair)
+        return value
+
+    def _refusal(self, parameter: nn.Parameter, gradient: Tensor) -> KtcError:
+        name = next((name for name, other in self._model.named_parameters() if other is parameter), "")
+        place = _expert(self._model, name, gradient)
+        kind = "NaN" if bool(gradient.isnan().any()) else "infinite"
+        taken = f"the step was not taken, {last_kept(self._run)}"
+        message = f"step {self._step}: the gradient of `{name}`{place} is {kind}; {taken}"
+        hint = "read the rows of this step, or start again with a lower learning rate"
+        return KtcError(Diagnostic("T548", message, hint=hint))
 
 
 def _expert(model: nn.Module, name: str, gradient: Tensor) -> str:

@@ -6,6 +6,7 @@ memory with one thread, 160 ms for 315 million values; norms of its rows are com
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -25,15 +26,19 @@ _MARGIN: Final = 1e-5  # of a norm, whose factor is rounded
 
 
 @dataclass(frozen=True, slots=True)
-class ReadNorm:
-    """A norm, its value on the host, and the state of the gradients that it was read of."""
+class KnownNorm:
+    """A norm, its value on the host, and the state of the gradients that it is of.
+
+    One that is not read has no value. Its device knows whether a gradient is `spoilt`, which is not finite.
+    """
 
     norm: Tensor
-    value: float
+    value: float | None
     state: State
+    spoilt: Tensor | None = None
 
 
-_known: Final[ContextVar[ReadNorm | None]] = ContextVar("_known", default=None)
+_known: Final[ContextVar[KnownNorm | None]] = ContextVar("_known", default=None)
 
 
 def total_norm(gradients: Sequence[Tensor], *, as_written: bool = False) -> Tensor:
@@ -47,12 +52,15 @@ def total_norm(gradients: Sequence[Tensor], *, as_written: bool = False) -> Tens
     )
 
 
-def read_norm(norm: Tensor, value: float, parameters: Iterable[Tensor]) -> ReadNorm:
-    """Return a norm with the state of the gradients that it was read of; they must outlive it."""
-    return ReadNorm(norm, value, state_of(parameter.grad for parameter in parameters if parameter.grad is not None))
+def known_norm(
+    norm: Tensor, value: float | None, parameters: Iterable[Tensor], spoilt: Tensor | None = None
+) -> KnownNorm:
+    """Return a norm, read or not, with the state of the gradients that it is of; they must outlive it."""
+    state = state_of(parameter.grad for parameter in parameters if parameter.grad is not None)
+    return KnownNorm(norm, value, state, spoilt)
 
 
-def known(norm: ReadNorm | None) -> AbstractContextManager[ReadNorm | None]:
+def known(norm: KnownNorm | None) -> AbstractContextManager[KnownNorm | None]:
     """Let `clip` take this norm inside the context, for the same gradients as they were; None: it computes the norm."""
     return context_value(_known, norm)
 
@@ -65,13 +73,19 @@ def clip(parameters: Tensor | Iterable[Tensor], most: float) -> Tensor:
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
-    read = _known.get()
-    if read is not None and read.state == state_of(gradients):
-        norm = read.norm
-        if read.value + _MARGIN <= most * (1 - _MARGIN):
+    given = _known.get()
+    if given is not None and given.state == state_of(gradients):
+        norm = given.norm
+        if given.value is not None and given.value + _MARGIN <= most * (1 - _MARGIN):
+            return norm
+        if given.spoilt is not None and most < math.inf:
+            # zero gives the factor 1: the place of that gradient is still to be found
+            clip_grads_with_norm_(trained, most, torch.where(given.spoilt, 0.0, norm))
             return norm
     else:
         norm = total_norm(gradients)
+    if most == math.inf:  # a trainer that logs a norm and clips nothing; infinity by an infinite norm is NaN
+        return norm
     clip_grads_with_norm_(trained, most, norm)
     return norm
 

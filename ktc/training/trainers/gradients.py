@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ktc.diagnostics import Diagnostic, InputRefused, listing
-from ktc.training.trainers.private_api import copy_all
+from ktc.training.trainers.private_api import copy_all, in_one_call
 
 BUCKET_BYTES = 25 << 20  # DDP's size too: large enough to fill a network, small enough to copy
 _BACKENDS: Mapping[str, str] = {"cpu": "gloo", "cuda": "nccl"}
@@ -97,45 +97,73 @@ def broadcast(parameters: Sequence[Tensor], groups: Mapping[str, Group]) -> None
 
 @torch.no_grad()
 def average_gradients(
-    parameters: Sequence[Parameter], groups: Mapping[str, Group], bucket_bytes: int = BUCKET_BYTES
-) -> None:
+    parameters: Sequence[Parameter],
+    groups: Mapping[str, Group],
+    bucket_bytes: int = BUCKET_BYTES,
+    *,
+    waits: bool = False,
+) -> bool:
     """Replace every gradient by its mean over the processes, the same bits in each. 16-bit values are summed in fp32.
 
     The mean is correct for a loss that is a mean over this process's rows. `Trainer.compute_loss` multiplies a loss
     divided by the tokens of all processes (`num_items_in_batch`) by the number of processes, so it is correct too.
     A gradient that is missing in some processes counts as zero there. One that is missing in all stays `None`, so that
     the optimizer skips it as it does in one process.
+
+    Returns:
+        Whether a process `waits` for its GPU behind the update: all of them log a step at the same place then.
     """
-    for bucket in _buckets(_present(parameters, groups["cpu"]), bucket_bytes):
-        if len(bucket) == 1 and bucket[0].is_contiguous() and bucket[0].dtype not in _HALF:
-            _average(bucket[0], groups)  # where it is
-            continue
-        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-        flat = flat.float() if flat.dtype in _HALF else flat
-        _average(flat, groups)
+    nccl = {device: _backends(group).get(device) == "nccl" for device, group in groups.items()}
+    present, one_waits = _present(parameters, groups["cpu"], waits=waits)
+    _average_together([gradient for gradient in present if nccl[gradient.device.type]], groups, bucket_bytes)
+    for bucket in _buckets([gradient for gradient in present if not nccl[gradient.device.type]], bucket_bytes):
+        alone = len(bucket) == 1 and _is_averaged_in_place(bucket[0])
+        flat = bucket[0] if alone else _flat(bucket)
+        dist.all_reduce(flat, group=groups[flat.device.type])
+        flat.div_(dist.get_world_size())
+        if not alone:
+            _scatter(flat, bucket)
+    return one_waits
+
+
+def _average_together(gradients: Sequence[Tensor], groups: Mapping[str, Group], bucket_bytes: int) -> None:
+    """Replace gradients by their means by nccl: where they are, and all of a dtype in one call.
+
+    A call for each takes the host longer than the GPU, and nccl fewer bytes at once. Half precision is summed in fp32.
+    """
+    copied = list(_buckets([gradient for gradient in gradients if not _is_averaged_in_place(gradient)], bucket_bytes))
+    copies = [_flat(bucket) for bucket in copied]
+    calls: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for flat in (*(gradient for gradient in gradients if _is_averaged_in_place(gradient)), *copies):
+        calls[flat.device, flat.dtype].append(flat)
+    for (device, _), together in calls.items():
+        with in_one_call(groups[device.type]):
+            for flat in together:
+                dist.all_reduce(flat, dist.ReduceOp.AVG, group=groups[device.type])  # it divides too
+    for flat, bucket in zip(copies, copied, strict=True):
         _scatter(flat, bucket)
 
 
-def _average(flat: Tensor, groups: Mapping[str, Group]) -> None:
-    """Replace values by their mean over the processes."""
-    group = groups[flat.device.type]
-    if _backends(group).get(flat.device.type) == "nccl":
-        dist.all_reduce(flat, dist.ReduceOp.AVG, group=group)  # it divides too
-    else:
-        dist.all_reduce(flat, group=group)
-        flat.div_(dist.get_world_size())
+def _is_averaged_in_place(gradient: Tensor) -> bool:
+    return gradient.is_contiguous() and gradient.dtype not in _HALF
 
 
-def _present(parameters: Sequence[Parameter], group: Group) -> list[Tensor]:
-    """Return the gradients that at least one process has, as the same list in each."""
-    here = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+def _flat(bucket: Sequence[Tensor]) -> Tensor:
+    """Return a copy of gradients one behind another, those in half precision in fp32."""
+    flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+    return flat.float() if flat.dtype in _HALF else flat
+
+
+def _present(parameters: Sequence[Parameter], group: Group, *, waits: bool) -> tuple[list[Tensor], bool]:
+    """Return the gradients that at least one process has, as the same list in each, and whether one waits."""
+    here = torch.tensor([*(parameter.grad is not None for parameter in parameters), waits], dtype=torch.uint8)
     dist.all_reduce(here, op=dist.ReduceOp.MAX, group=group)
-    anywhere = cast("list[int]", cast("Any", here).tolist())
+    *anywhere, one_waits = cast("list[int]", cast("Any", here).tolist())
     wanted = [parameter for parameter, some in zip(parameters, anywhere, strict=True) if some]
     for parameter in wanted:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    return [cast("Tensor", parameter.grad) for parameter in wanted]
+    return [cast("Tensor", parameter.grad) for parameter in wanted], bool(one_waits)
 
 
 def _buckets(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:

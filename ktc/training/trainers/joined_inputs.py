@@ -22,6 +22,7 @@ from ktc.model.hf.patching import stock_class
 from ktc.model.manifest.stale_change_guard import StaleChangeGuard
 from ktc.model.packed_store.placement import hooks_move_alone, loss_function_of
 from ktc.training.trainers.chunked_loss import causal_model, in_tiles, is_stock, reason_for_whole_logits
+from ktc.training.trainers.known_columns import known_columns, known_whole, last_named, note_whole
 from ktc.training.trainers.layer_calls import ModelCall
 from ktc.training.trainers.own_losses import own_losses_of
 from ktc.training.trainers.private_api import (
@@ -37,7 +38,6 @@ from ktc.training.trainers.split_layer import LayerCall, SplitLayer
 
 Inputs = Mapping[str, Any]
 _KNOWN = frozenset({"torch", "transformers", "peft", "ktc"})  # packages whose modules treat every row on its own
-_IGNORED = -100  # the label of tokens that are not learned
 _ROWS = frozenset({"input_ids", "labels", "attention_mask"})  # of which each row is independent of the others
 
 
@@ -112,13 +112,14 @@ def _joined(run: Sequence[Inputs]) -> Batch:
 def _reasons(inputs: Sequence[Inputs]) -> list[str]:
     """Return for each micro-batch why it is not joined with others, "" if it may be."""
     reasons = [_reason(micro_batch) for micro_batch in inputs]
-    masks = {index: inputs[index].get("attention_mask") for index, reason in enumerate(reasons) if not reason}
-    whole = {index: mask.all() for index, mask in masks.items() if mask is not None}
-    if whole:
-        flags: list[bool] = cast("Any", torch.stack([*whole.values()])).tolist()
-        for index, flag in zip(whole, flags, strict=True):
-            reasons[index] = "" if flag else "rows have padding"
-    return reasons
+    given = {index: inputs[index].get("attention_mask") for index, reason in enumerate(reasons) if not reason}
+    masks: dict[int, Tensor] = {index: mask for index, mask in given.items() if mask is not None}
+    flags: dict[int, bool | None] = {index: known_whole(mask) for index, mask in masks.items()}
+    unknown = [index for index, flag in flags.items() if flag is None]
+    if unknown:
+        read: list[bool] = cast("Any", torch.stack([masks[index].all() for index in unknown])).tolist()
+        flags.update(zip(unknown, read, strict=True))
+    return [reason or ("" if flags.get(index, True) else "rows have padding") for index, reason in enumerate(reasons)]
 
 
 def without_padding(inputs: Sequence[Inputs]) -> list[Inputs]:
@@ -129,16 +130,19 @@ def without_padding(inputs: Sequence[Inputs]) -> list[Inputs]:
     masked = [index for index, given in enumerate(inputs) if "attention_mask" in given and not _reason(given)]
     if not masked:
         return list(inputs)
-    ends = torch.stack([_end(inputs[index]) for index in masked])
-    lengths: dict[int, int] = dict(zip(masked, cast("Any", ends).tolist(), strict=True))
-    return [_up_to(given, lengths[index]) if index in lengths else given for index, given in enumerate(inputs)]
-
-
-def _end(inputs: Inputs) -> Tensor:
-    """Return the number of columns up to the last one with a token or a label."""
-    named = (inputs["attention_mask"] != 0) | (inputs["labels"] != _IGNORED)
-    columns = named.any(0)
-    return (columns * torch.arange(1, len(columns) + 1, device=columns.device)).max()
+    masks, labels = ([inputs[index][name] for index in masked] for name in ("attention_mask", "labels"))
+    known = [known_columns(*pair) for pair in zip(masks, labels, strict=True)]
+    cut = list(inputs)
+    if all(pair is not None for pair in known):  # fetched ahead: the device is not waited for
+        for index, (end, whole) in zip(masked, cast("list[tuple[int, bool]]", known), strict=True):
+            cut[index] = _up_to(inputs[index], end)
+            if end:
+                note_whole(cut[index]["attention_mask"], whole=whole)
+        return cut
+    ends = torch.stack([last_named(*pair) for pair in zip(masks, labels, strict=True)])
+    for index, end in zip(masked, cast("list[int]", cast("Any", ends).tolist()), strict=True):
+        cut[index] = _up_to(inputs[index], end)
+    return cut
 
 
 def _up_to(inputs: Inputs, length: int) -> Inputs:

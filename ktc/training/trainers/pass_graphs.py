@@ -86,6 +86,11 @@ class PassGraphs:
         assert self._graphs is not None
         return self._graphs.replayed(inputs)
 
+    @property
+    def captured(self) -> bool:
+        """Whether the last pass was replayed, or the next one of its shapes is."""
+        return self._graphs is not None
+
     def begin_run(self) -> None:
         """Forget what an earlier run has shown: its layers and data may have been others."""
         self.drop()

@@ -25,9 +25,12 @@ from transformers import Trainer, TrainingArguments, masking_utils
 from ktc.foundation.temporary_values import attributes
 from ktc.model.hf.patching import Patch, with_attributes
 from ktc.training.trainers import gradient_norm
+from ktc.training.trainers.sent_values import SentValues
 
 log = logging.getLogger(__name__)
 __all__ = ["pytree"]  # torch has no public module of nested containers; torch.compile's own inputs go through this one
+
+_transformers_trainer = cast("Any", inspect.getmodule(Trainer))
 
 if TYPE_CHECKING:
     _Trainer = Trainer
@@ -92,10 +95,28 @@ def end_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
         generator.graphsafe_set_state(generator.clone_state())
 
 
+# torch: optimizers ----------------------------------------------------------------------------------------------------
+def steps_as_its_class(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the `step` of this one object is its class's, or that in the wrapper of a learning-rate schedule.
+
+    The wrapper, which counts its calls, has no public mark.
+    """
+    step = cast("Any", vars(optimizer)).get("step")
+    return step is None or hasattr(step, "_wrapped_by_lr_sched")
+
+
 # torch: processes -----------------------------------------------------------------------------------------------------
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy tensors to others of their shapes, on a GPU by few launches; torch has no public name for it."""
     cast("Any", torch)._foreach_copy_([*targets], [*sources])
+
+
+def in_one_call(group: Any) -> AbstractContextManager[Any]:
+    """Send the `all_reduce` calls inside the context, of one dtype and one operation, as one call of a group.
+
+    `dist.all_reduce_coalesced` is deprecated, and its message names this context.
+    """
+    return cast("Any", dist).distributed_c10d._coalescing_manager(group)
 
 
 @contextmanager
@@ -115,6 +136,20 @@ def without_masks() -> Generator[None]:
 
     with attributes(masking_utils, _preprocess_mask_arguments=given):
         yield
+
+
+def positions_follow() -> AbstractContextManager[Any]:
+    """Let the functions of transformers that make masks take positions as those of one sequence in each row.
+
+    They ask the device whether rows are packed, for which the host would wait.
+    """
+
+    def of_one_sequence(position_ids: Tensor) -> None:
+        """Return what the stock function does where each position is the one before plus one."""
+
+    if not hasattr(masking_utils, "find_packed_sequence_indices"):
+        return nullcontext()
+    return attributes(masking_utils, find_packed_sequence_indices=of_one_sequence)
 
 
 def store_of_the_run(prefix: str) -> Any:
@@ -137,20 +172,30 @@ def use_as_one_device(args: TrainingArguments) -> None:
         cast("Any", args)._n_gpu = 1
 
 
-def sum_as_logged(trainer: Trainer, losses: Sequence[Tensor]) -> Tensor:
+def send_to_log(trainer: Trainer, losses: Sequence[Tensor]) -> SentValues:
+    """Send what `sum_as_logged` reads to the host: the running loss and the losses of a step."""
+    return SentValues(torch.stack([_running_loss(trainer, losses), *losses]))
+
+
+def _running_loss(trainer: Any, losses: Sequence[Tensor]) -> Tensor:
+    return torch.as_tensor(getattr(trainer, "_tr_loss", 0.0)).to(losses[0])  # absent until `train` has begun
+
+
+def sum_as_logged(trainer: Trainer, losses: Sequence[Tensor], sent: SentValues | None = None) -> float:
     """Return the sum that the Trainer would have added to its running loss, if it had received the losses one by one.
+
+    The values of the losses may have been `sent` by `send_to_log`.
 
     With `logging_nan_inf_filter` an infinite loss or NaN counts as the running mean: `_tr_loss` over the steps since
     the last log, `_globalstep_last_logged`. The Trainer applies that filter per call, and keeps both to itself.
     """
     inner = cast("Any", trainer)
-    before = torch.as_tensor(getattr(inner, "_tr_loss", 0.0)).to(losses[0])  # absent until `train` has begun
     steps = 1 + trainer.state.global_step - getattr(inner, "_globalstep_last_logged", 0)
-    first, *values = cast("list[float]", cast("Any", torch.stack([before, *losses])).tolist())  # one wait for a GPU
+    first, *values = cast("list[float]", (sent or send_to_log(trainer, losses)).read())
     total = first
     for value in values:
         total += value if math.isfinite(value) or not trainer.args.logging_nan_inf_filter else total / steps
-    return before.new_tensor(total - first)
+    return total - first
 
 
 def prepared_inputs(trainer: Trainer, inputs: Mapping[str, Any]) -> Any:
@@ -256,6 +301,7 @@ class TrainerHooks(_Trainer):
     """A base class before a trainer: steps inside `Trainer`, as methods with public names."""
 
     _writing: Path | None = None  # below which a checkpoint is written
+    _waiting_log: Callable[[], None] | None = None
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model where its compilation put it.
@@ -277,16 +323,77 @@ class TrainerHooks(_Trainer):
             return iter(trained) if recurse else type(model).parameters(model, recurse=False)
 
         alone = with_attributes(model, parameters=parameters) if trained else nullcontext()
-        with alone, gradient_norm.known(self.norm_of_gradients() if self._clips_as_stock(stock) else None):
+        with alone, gradient_norm.known(self.norm_of_gradients() if self.clips_as_stock else None):
             return stock(model)
 
-    def _clips_as_stock(self, stock: Any) -> bool:
-        """Return whether no class clips by code of its own, which may change gradients unseen (`.data`)."""
+    @property
+    def clips_as_stock(self) -> bool:
+        """Whether no class clips by code of its own, which may change gradients unseen (`.data`)."""
+        stock = cast("Any", super())._clip_grad_norm
         is_whole = type(self)._clip_grad_norm is TrainerHooks._clip_grad_norm and "_clip_grad_norm" not in vars(self)
         return is_whole and getattr(stock, "__func__", None) is cast("Any", Trainer)._clip_grad_norm
 
-    def norm_of_gradients(self) -> gradient_norm.ReadNorm | None:
-        """Return the norm of the gradients of what trains, if it was read."""
+    def _maybe_log_save_evaluate(self, tr_loss: Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
+        """Log, evaluate and save behind a step, or log it later, where `logs_later` says so.
+
+        The values of a log are read from the GPU, for which the host would wait before it gives it the next step.
+        """
+        stock = cast("Any", super())._maybe_log_save_evaluate
+        self.log_now()
+        if not self.logs_later:
+            self.read_now()
+            stock(tr_loss, grad_norm, *args, **kwargs)
+            return
+        if not self.control.should_log or self.state.global_step <= cast("Any", self)._globalstep_last_logged:
+            return
+        self.control.should_log = False
+        loss = SentValues(_transformers_trainer.nested_gather(tr_loss, self.args.parallel_mode).mean())
+        norm = SentValues(grad_norm) if isinstance(grad_norm, Tensor) else None
+        dtype = tr_loss.dtype
+        tr_loss -= tr_loss  # as the stock method does
+
+        def as_it_is(value: Tensor, *_: Any) -> Tensor:
+            return value  # the mean of all processes
+
+        def log() -> None:
+            self.control.should_log = True
+            one = with_attributes(_transformers_trainer, nested_gather=as_it_is)
+            with one, with_attributes(self, store_flos=lambda: None):  # which the next checkpoint does, and the end
+                stock(torch.tensor(loss.read(), dtype=dtype), norm.read() if norm else grad_norm, *args, **kwargs)
+
+        self._waiting_log = log
+
+    def log_now(self) -> None:
+        """Log the step that waits for it, if one does."""
+        log, self._waiting_log = self._waiting_log, None
+        if log is not None:
+            log()
+
+    @property
+    def logs_as_stock(self) -> bool:
+        """Whether the log of a step is the stock one, of values that the next step does not change."""
+        ours, stock = type(self), Trainer
+        other = "log" in vars(self) or ours.log is not stock.log
+        counted = getattr(self.args, "include_num_input_tokens_seen", "no") not in ("no", False)
+        return (
+            not other and not counted and hasattr(_transformers_trainer, "nested_gather") and self._ends_steps_as_stock
+        )
+
+    @property
+    def _ends_steps_as_stock(self) -> bool:
+        stock = cast("Any", super())._maybe_log_save_evaluate
+        return getattr(stock, "__func__", None) is cast("Any", Trainer)._maybe_log_save_evaluate
+
+    @property
+    def logs_later(self) -> bool:
+        """Whether the step that has ended is logged while the next one is computed."""
+        return False
+
+    def read_now(self) -> None:
+        """Read what was not waited for."""
+
+    def norm_of_gradients(self) -> gradient_norm.KnownNorm | None:
+        """Return the norm of the gradients of what trains, if it is known."""
         return None
 
     def trained_parameters(self) -> Sequence[nn.Parameter]:
@@ -300,6 +407,7 @@ class TrainerHooks(_Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint where `save_checkpoint` says. The callback `on_save` comes when it has been written."""
         stock = cast("Any", super())._save_checkpoint
+        self.read_now()
 
         def save(folder: Path) -> None:
             with attributes(self, _writing=folder):

@@ -10,6 +10,7 @@ import json
 import platform
 import resource
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,6 +29,7 @@ from ktc.training.trainers import run_report
 from ktc.training.trainers.phases import PhaseClock, StepTimes
 from ktc.training.trainers.private_api import observe_steps
 from ktc.training.trainers.run_report import DeviceMemory, Logged, RunReport, StepTokens
+from ktc.training.trainers.sent_values import SentValues
 
 _PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "datasets")
 _IGNORED = -100
@@ -42,7 +44,7 @@ class KTReport(TrainerCallback):
         self._open = ExitStack()
         self._steps: list[StepTimes] = []
         self._tokens: list[StepTokens] = []
-        self._fetched = StepTokens(0, 0, 0)
+        self._fetched = _Counted(())
         self._began = self._seconds = 0.0
         self._length = 0
         self._trainer: Any = None
@@ -56,7 +58,7 @@ class KTReport(TrainerCallback):
         observe_steps(trainer, self._clock.fetching, self._count, self._clock.backward)
 
     def _count(self, batches: Any) -> None:
-        self._fetched = _counted(batches)
+        self._fetched = _Counted(batches)
 
     # The trainer's callbacks
 
@@ -78,7 +80,7 @@ class KTReport(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._steps.append(self._clock.end())
-        self._tokens.append(self._fetched)
+        self._tokens.append(self._fetched.tokens())
         if len(self._steps) == 1:
             self._streams, self._streaming_began = _figures(), time.perf_counter()
         self._seconds = time.perf_counter() - self._began
@@ -165,21 +167,37 @@ def report_of(trainer: Any) -> KTReport:
     return report
 
 
-def _counted(batches: Any) -> StepTokens:
-    """Count the tokens of a step's micro-batches. A batch without a mask has no padding."""
-    real = padded = learned = 0
-    for batch in batches:
-        if not isinstance(batch, Mapping):
-            continue  # rows that the trainer tokenises itself
-        ids, mask, labels = (
-            cast("Mapping[str, Any]", batch).get(key) for key in ("input_ids", "attention_mask", "labels")
-        )
-        if not isinstance(ids, Tensor):
-            continue
-        padded += ids.numel()
-        real += int((mask != 0).sum()) if isinstance(mask, Tensor) and mask.shape == ids.shape else ids.numel()
-        learned += int((labels != _IGNORED).sum()) if isinstance(labels, Tensor) else 0
-    return StepTokens(real, padded, learned)
+class _Counted:
+    """The tokens of a step's micro-batches. A batch without a mask has no padding.
+
+    A GPU counts its own, and the host reads them behind the step: a wait for each would precede its work.
+    """
+
+    def __init__(self, batches: Any) -> None:
+        self._real = self._padded = 0
+        real, learned = defaultdict[torch.device, list[Tensor]](list), defaultdict[torch.device, list[Tensor]](list)
+        for batch in batches:
+            if not isinstance(batch, Mapping):
+                continue  # rows that the trainer tokenises itself
+            ids, mask, labels = (
+                cast("Mapping[str, Any]", batch).get(key) for key in ("input_ids", "attention_mask", "labels")
+            )
+            if not isinstance(ids, Tensor):
+                continue
+            self._padded += ids.numel()
+            if isinstance(mask, Tensor) and mask.shape == ids.shape:
+                real[mask.device].append((mask != 0).sum())
+            else:
+                self._real += ids.numel()
+            if isinstance(labels, Tensor):
+                learned[labels.device].append((labels != _IGNORED).sum())
+        self._of_masks = [SentValues(torch.stack(counts)) for counts in real.values()]
+        self._of_labels = [SentValues(torch.stack(counts)) for counts in learned.values()]
+
+    def tokens(self) -> StepTokens:
+        """Return their numbers."""
+        real, learned = (sum(sum(sent.read()) for sent in of) for of in (self._of_masks, self._of_labels))
+        return StepTokens(self._real + real, self._padded, learned)
 
 
 def _of_all_processes(tokens: list[StepTokens], processes: int) -> list[StepTokens]:

@@ -22,6 +22,7 @@ from ktc.foundation.versions import dotted, release
 from ktc.model.hf.patching import with_attributes
 from ktc.training.trainers.chunked_loss import unit_sum
 from ktc.training.trainers.private_api import add_sft_metrics, package_of, with_all_positions
+from ktc.training.trainers.sent_values import SentValues
 from ktc.training.trainers.trainer import KTrainerMixin
 
 _KNOWN: Final = (1, 16)  # the release of TRL whose `compute_loss` is computed here for several micro-batches
@@ -58,7 +59,8 @@ class SftLosses:
 
     def __init__(self, trainer: KTSFTTrainer) -> None:
         self._trainer = trainer
-        self._recorded: list[Tensor] = []  # (4, count) of each run: learned tokens, entropy, right guesses, all tokens
+        # (4, count) of each run: learned tokens, entropy, right guesses, all tokens
+        self._recorded: list[SentValues] = []
         self._learned = 0.0  # of the tokens of a step
 
     def reason_against(self) -> str:
@@ -129,7 +131,7 @@ class SftLosses:
         if trainer.args.average_tokens_across_devices and num_items_in_batch is not None:
             losses = losses * trainer.accelerator.num_processes
         numbers = [learned, _sums(out.entropy.detach(), count), guessed, _tokens(inputs, count, lengths)]
-        self._recorded.append(_gathered(trainer.accelerator, numbers))
+        self._recorded.append(SentValues(_gathered(trainer.accelerator, numbers)))
         parts.append(losses.detach())
         return unit_sum(losses)
 
@@ -137,7 +139,7 @@ class SftLosses:
         """Add the step's numbers to the metrics of the trainer."""
         if not self._recorded:
             return
-        of_all = torch.cat(self._recorded, 1)
+        of_all = torch.cat([torch.tensor(sent.read(), dtype=torch.float64) for sent in self._recorded], 1)
         learned, entropy, guessed, tokens = of_all
         means = torch.stack([entropy, guessed]) / learned.clamp(min=1)  # both are zero where no token is learned
         entropies, accuracies, counts = cast("Any", torch.cat([means, tokens[None]])).tolist()

@@ -35,9 +35,10 @@ from ktc.training.trainers.own_losses import own_losses_of
 from ktc.training.trainers.part_clock import span
 from ktc.training.trainers.pass_graphs import PassGraphs
 from ktc.training.trainers.phases import PhaseClock
-from ktc.training.trainers.private_api import prepares_inputs_itself, sum_as_logged
+from ktc.training.trainers.private_api import prepares_inputs_itself, send_to_log, sum_as_logged
 from ktc.training.trainers.random_state import states_of_all
 from ktc.training.trainers.recorded_step import RecordedStep, Recorder
+from ktc.training.trainers.sent_values import SentValues
 from ktc.training.trainers.several_lengths import HiddenPadding, as_batch
 from ktc.training.trainers.split_layer import CannotStack, SplitLayer, fused_in, split_layers
 from ktc.training.trainers.stack_size import (
@@ -88,6 +89,8 @@ class Stacker(TrainerCallback):
         self._told: set[Stacking] = set()
         self._graphs = PassGraphs()
         self._finite = FiniteFilter(trainer.args)
+        self._is_finite = False  # the loss of the step
+        self._sent: tuple[int, SentValues] | None = None  # losses of the step, and their number
         trainer.add_callback(self)
 
     def compiles(self, model: nn.Module) -> bool:
@@ -116,7 +119,11 @@ class Stacker(TrainerCallback):
         if control.should_evaluate:
             self.drop_graphs()
 
-    on_epoch_end = on_step_end  # `eval_strategy="epoch"` decides there
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Let the trainer read and log what it has not waited for; `eval_strategy="epoch"` decides here."""
+        self._tell_trainer("read_now")
+        self._tell_trainer("log_now")
+        self.on_step_end(args, state, control)
 
     def drop_graphs(self) -> None:
         """Free the memory of graphs, which passes that repeat capture again."""
@@ -125,6 +132,28 @@ class Stacker(TrainerCallback):
     def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
         """Set the trainer's arguments back: the loss of a waiting micro-batch has been passed over."""
         self._finite.restore()
+
+    on_pre_optimizer_step = on_substep_end  # the loss of a whole step
+
+    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Let the trainer read what it has not waited for."""
+        self._tell_trainer("on_update_issued")
+
+    def _tell_trainer(self, name: str) -> None:
+        """Call a method of KTrainer; other trainers do not have it."""
+        method: Callable[[], None] | None = getattr(self._trainer, name, None)
+        if method is not None:
+            method()
+
+    @property
+    def replays(self) -> bool:
+        """Whether layers are replayed as CUDA graphs, which keep the memory of gradients."""
+        return self._graphs.captured
+
+    def leave_check_out(self) -> None:
+        """Leave the trainer's check of the step's loss out, of which the host knows that it is finite."""
+        if self._is_finite:
+            self._finite.leave_out()
 
     def training_step(
         self, stock_step: TrainingStep, model: nn.Module, inputs: Inputs, num_items: Any = None
@@ -171,6 +200,7 @@ class Stacker(TrainerCallback):
 
     def _step(self, stock_step: TrainingStep, model: nn.Module, waiting: Sequence[Inputs], num_items: Any) -> Tensor:
         losses: list[Tensor] = []
+        self._sent = None
         before = states_of_all()
         embed_and_head = self._around
         assert embed_and_head is not None, "it is made with the layers"
@@ -191,7 +221,7 @@ class Stacker(TrainerCallback):
                         self._pass(embed_and_head, stock_step, of_pass, calls, num_items, losses)
                 if not self._pads:
                     self._note(padded=False)
-                self._while_computing()  # before anything that waits for a GPU
+                self._tell_trainer("while_computing")  # before anything that waits for a GPU
                 embed_and_head.check_unchanged()
         except CannotStack as why:
             if losses:  # gradients have been accumulated, which cannot be undone
@@ -201,7 +231,11 @@ class Stacker(TrainerCallback):
             for state in before:  # the attempt has drawn noise and dropout masks
                 state.restore()
             losses = [stock_step(model, micro_batch, num_items) for micro_batch in waiting]
-        return sum_as_logged(self._trainer, [loss.to(self._trainer.args.device) for loss in losses])
+        (count, sent), self._sent = self._sent or (0, None), None
+        on_device = [loss.to(self._trainer.args.device) for loss in losses]
+        value = sum_as_logged(self._trainer, on_device, sent if count == len(losses) else None)
+        self._is_finite = abs(value) <= torch.finfo(on_device[0].dtype).max
+        return on_device[0].new_full((), value)  # a copy from the host would wait for the device
 
     def _recorded(
         self,
@@ -226,6 +260,7 @@ class Stacker(TrainerCallback):
         if self._decided_for is None or sizes.changes != self._decided_for.changes:
             self._padding.forget()  # other code may make other masks
         if sizes != self._decided_for:
+            self._tell_trainer("read_now")
             self._graphs.drop(changed=True)  # whose memory is free then
             pads = self._padding.is_causal and self._recorder.joins_lengths and not recorded.one_by_one
             self._settle(self._sized(sizes, recorded.enters, model, pads))
@@ -284,8 +319,16 @@ class Stacker(TrainerCallback):
         if with_loss:
             clock: PhaseClock | None = getattr(self._trainer, "phase_clock", None)
             embed_and_head.begin_check()
+            self._send(losses)
+            self._tell_trainer("read_now")  # the gradients of the step before, which backward overwrites
             with nullcontext() if clock is None else clock.backward():
                 torch.autograd.backward([final for final, _ in with_loss], [grad for _, grad in with_loss])
+
+    def _send(self, losses: Sequence[Tensor]) -> None:
+        """Send the losses to the host before a GPU gets the backward, for which reading them would wait."""
+        device = self._trainer.args.device
+        if losses and device.type == "cuda" and all(loss.is_cuda for loss in losses):
+            self._sent = len(losses), send_to_log(self._trainer, [loss.to(device) for loss in losses])
 
     def _through_layers(self, chunks: Sequence[ModelCall]) -> list[Tensor]:
         """Return the last layer's outputs; layers that are compiled and keep everything may be replayed as graphs."""
@@ -299,11 +342,6 @@ class Stacker(TrainerCallback):
             return self._graphs.through(self._layers, chunks, run)
         self._graphs.drop(changed=True)
         return run(chunks)
-
-    def _while_computing(self) -> None:
-        work: Callable[[], None] | None = getattr(self._trainer, "while_computing", None)
-        if work is not None:
-            work()
 
     def _sizes(self, step: RecordedStep) -> StepSizes:
         rows, lengths = zip(*step.sizes, strict=True)

@@ -30,10 +30,10 @@ from ktc.training.trainers import checkpoint_state, gradients
 from ktc.training.trainers.checkpoints import checkpoints, write_checkpoint
 from ktc.training.trainers.compiled_parts import CompiledParts
 from ktc.training.trainers.expert_adapters import beside_experts
-from ktc.training.trainers.fetch_ahead import FetchAhead
-from ktc.training.trainers.finite_gradients import require_finite
+from ktc.training.trainers.fetch_ahead import FetchAhead, has_known_callbacks
+from ktc.training.trainers.finite_gradients import GradientCheck
 from ktc.training.trainers.frozen_beside import warn_of_frozen
-from ktc.training.trainers.gradient_norm import ReadNorm, read_norm
+from ktc.training.trainers.gradient_norm import KnownNorm, known_norm
 from ktc.training.trainers.phases import PhaseClock
 from ktc.training.trainers.private_api import (
     TrainerHooks,
@@ -45,6 +45,7 @@ from ktc.training.trainers.private_api import (
 from ktc.training.trainers.rank_liveness import RankLiveness, together
 from ktc.training.trainers.report import report_of
 from ktc.training.trainers.shared_experts import in_step, largest, shared_experts
+from ktc.training.trainers.skipped_update import skip_nothing, skip_unless_finite, skips_alone
 from ktc.training.trainers.stacking import Stacker, StackMode, reason_against
 from ktc.training.trainers.trained_parameters import TrainedParameters, cleared_by, parameters_of
 
@@ -81,7 +82,9 @@ class KTrainerMixin(TrainerHooks):
     _flops_of_token: int = 0
     only_calls_step: Callable[..., Tensor] | None = None  # a class's `training_step` that leaves gradients as they are
     _parameters: TrainedParameters | None = None  # while it trains
-    _norm_of_step: ReadNorm | None = None
+    _norm_of_step: KnownNorm | None = None
+    _unread: GradientCheck | None = None  # of a step whose update is issued before its norm is read
+    _reads_later = False  # whether it is read in the next step
     expert_adapters: str = ""  # where the factors on routed experts are
     _ahead: FetchAhead | None = None  # while it trains
     _sharing: Sharing | None = None  # of streamed experts, with the other processes of the machine
@@ -133,7 +136,9 @@ class KTrainerMixin(TrainerHooks):
         warn_of_frozen(model)
         self._flops_of_token = 0
         beside = nullcontext("") if self._keeps_adapters() else beside_experts(model, self)
-        noted = attributes(self, _parameters=None, _norm_of_step=None, _ahead=FetchAhead(self))
+        noted = attributes(
+            self, _parameters=None, _norm_of_step=None, _unread=None, _reads_later=False, _ahead=FetchAhead(self)
+        )
         filtered = attributes(self.args, logging_nan_inf_filter=self.args.logging_nan_inf_filter)  # in any end
         with filtered, fused_sinks(model), beside as self.expert_adapters, noted:
             alone = prepares_inputs_itself(self) or self.model_init is not None
@@ -143,6 +148,7 @@ class KTrainerMixin(TrainerHooks):
                     return self._train(model, resume_from_checkpoint, *args, **kwargs)
                 finally:
                     self.stacker.drop_graphs()
+                    skip_nothing(self.optimizer)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate or predict as the base trainer does, also with the memory of a step's graphs."""
@@ -196,7 +202,8 @@ class KTrainerMixin(TrainerHooks):
         return cast("Any", super()).get_batch_samples(epoch_iterator, num_batches, *args, **kwargs)
 
     def while_computing(self) -> None:
-        """Fetch the micro-batches of the next step. The GPU computes those of this one."""
+        """Log the step before, and fetch the micro-batches of the next one. The GPU computes those of this one."""
+        self.log_now()
         if self._ahead is not None:
             with nullcontext() if self.phase_clock is None else self.phase_clock.fetching_ahead():
                 self._ahead.fetch(self.args.device)
@@ -218,11 +225,15 @@ class KTrainerMixin(TrainerHooks):
         gradients.check_alike(named, self._groups)
         gradients.broadcast(parameters, self._groups)
 
-    def norm_of_gradients(self) -> ReadNorm | None:
-        """Return the norm that `training_step` has read, None if a subclass's may have changed gradients since."""
+    def norm_of_gradients(self) -> KnownNorm | None:
+        """Return the norm of `training_step`, None if a subclass's may have changed gradients since."""
+        return self._norm_of_step if self._step_is_last else None
+
+    @property
+    def _step_is_last(self) -> bool:
+        """Whether no subclass has code behind `training_step`."""
         known = (KTrainerMixin.training_step, type(self).only_calls_step)
-        is_last = type(self).training_step in known and "training_step" not in vars(self)
-        return self._norm_of_step if is_last else None
+        return type(self).training_step in known and "training_step" not in vars(self)
 
     def trained_parameters(self) -> Sequence[Parameter]:
         """Return the parameters that train in this step: a callback may freeze some, or add an adapter."""
@@ -280,18 +291,76 @@ class KTrainerMixin(TrainerHooks):
             loss = self.stacker.training_step(super().training_step, *args, **kwargs)
         ends_step = cast("bool", self.accelerator.sync_gradients)
         self._norm_of_step = None
+        if ends_step:
+            self.read_now()  # of the step before, where this one had no backward of stacked layers
+        waits = not self._runs_ahead()
         if self._rank_liveness is not None and ends_step:  # before the check, for which the host waits for the GPU
             self._rank_liveness.arrive()
-            gradients.average_gradients(self.trained_parameters(), self._groups)
+            waits = gradients.average_gradients(self.trained_parameters(), self._groups, waits=waits)
         if ends_step and self.accelerator.scaler is None:  # which leaves such steps out itself
-            run = Path(cast("str", self.args.output_dir))
-            model, step = cast("nn.Module", self.model), self.state.global_step + 1
-            trained = self.trained_parameters()
             known = package_of(super().training_step) in _KNOWN_STEPS
-            as_written = known and self._rank_liveness is None
-            norm = require_finite(model, trained, step, run, as_written=as_written)
-            self._norm_of_step = None if norm is None else read_norm(*norm, trained)
+            self._begin_check(as_written=known and self._rank_liveness is None)
+            self._reads_later = not waits and self._unread is not None
+        if ends_step and self._step_is_last and self._parameters is not None:  # which `train` sets back
+            self.stacker.leave_check_out()
         return loss.to(self.args.device)
+
+    def _begin_check(self, *, as_written: bool) -> None:
+        """Compute the norm of the gradients. The host reads it now, or behind the update where nothing can notice.
+
+        Raises:
+            KtcError: T548.
+        """
+        trained, run = self.trained_parameters(), Path(cast("str", self.args.output_dir))
+        if not any(parameter.grad is not None for parameter in trained):
+            return
+        model, step = cast("nn.Module", self.model), self.state.global_step + 1
+        check = GradientCheck(model, trained, step, run, as_written=as_written)
+        if not (self._is_unnoticed() and skips_alone(self.optimizer, trained)):
+            self._norm_of_step = known_norm(check.norm, check.read(), trained)
+            return
+        spoilt = skip_unless_finite(self.optimizer, trained, check.norm)
+        self._unread, self._norm_of_step = check, known_norm(check.norm, None, trained, spoilt)
+
+    def _is_unnoticed(self) -> bool:
+        """Return whether no code of others can see gradients that are not finite."""
+        return self._step_is_last and self.clips_as_stock and has_known_callbacks(self)
+
+    def _runs_ahead(self) -> bool:
+        """Return whether the host may begin the next step before the GPU has ended this one.
+
+        The gradients wait in the memory of graphs for that, which holds them in any case.
+        """
+        return self.stacker.replays and self._is_unnoticed() and self.logs_as_stock
+
+    def on_update_issued(self) -> None:
+        """Read the norm of a step whose update has been issued, here or later.
+
+        Raises:
+            KtcError: T548.
+        """
+        if self._unread is not None:
+            skip_nothing(self.optimizer)
+            if not self._reads_later:
+                self.read_now()
+
+    def read_now(self) -> None:
+        """Read the norm of the step before, if it is not read yet.
+
+        Raises:
+            KtcError: T548.
+        """
+        check, self._unread = self._unread, None
+        if check is not None:
+            check.read()
+
+    @property
+    def logs_later(self) -> bool:
+        """Whether a step that has ended is logged in the next one: no evaluation, checkpoint or end is due."""
+        control, epoch = cast("Any", self.control), cast("float | None", cast("Any", self.state).epoch)
+        due = control.should_evaluate or control.should_save or control.should_epoch_stop
+        ends = control.should_training_stop or (epoch is not None and float(epoch).is_integer())
+        return self._reads_later and not due and not ends
 
 
 class KTrainer(KTrainerMixin, Trainer):

@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel, masking_utils
 from transformers.cache_utils import DynamicLayer
 
 from ktc.model.decode_steps import cuda_graph, step_memory
-from ktc.model.decode_steps.cuda_graph import DecodeGraphs, StepRecorder
+from ktc.model.decode_steps.cuda_graph import CapturedStep, DecodeGraphs, StepRecorder
 from ktc.model.decode_steps.growing_cache import GrowingLayer, growing
 from ktc.model.decode_steps.model_state import ModelState
 from ktc.model.decode_steps.step_memory import StepMemory, capacity_for, length_of, unfit
@@ -402,6 +402,29 @@ def test_inputs_of_another_shape_are_left_to_the_model(
     sequences.take(lambda **given: graphs.step(model, **given))
     assert difference(sequences.take(changed), sequences.exact()) <= CLOSE
     assert received[0][name] is value and reason in told(caplog)
+
+
+def test_a_step_is_checked_by_its_number_where_another_one_has_begun(model: PreTrainedModel) -> None:
+    checked = list[int]()
+
+    class Nodes:
+        begun = 0
+
+        def check(self, _: object, number: int) -> None:
+            checked.append(number)
+
+    nodes: Any = Nodes()
+
+    def replay() -> Callable[[], None]:
+        nodes.begun += 1
+        return lambda: None
+
+    nothing: Any = None
+    step = CapturedStep(nothing, {}, None, replay, nodes)
+    waits = [step.replayed(model) for _ in range(2)]
+    for wait in waits:
+        wait()
+    assert checked == [1, 2]
 
 
 def test_a_failed_capture_leaves_the_model_to_itself(model: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.streamed.shared_experts import Sharing
 from ktc.model.loading.peft_glue import read_lora_config
 from ktc.training import KTrainer
-from ktc.training.trainers import gradients
+from ktc.training.trainers import fetch_ahead, gradients, skipped_update
+from ktc.training.trainers.stacking import Stacker
 
 RANK = int(os.environ.get("RANK", "0"))
 THAWED = "layers.1.self_attn.q_proj.lora_B"
@@ -117,8 +118,40 @@ def noted_shares() -> Generator[list[list[int]]]:
     Sharing.share = share
 
 
+class Noting(KTrainer):
+    """Notes for each step whether it is logged in the next one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.later: list[bool] = []
+
+    @property
+    def logs_later(self) -> bool:
+        self.later.append(super().logs_later)
+        return self.later[-1]
+
+
+@contextmanager
+def ahead(ranks: list[int]) -> Generator[None]:
+    """Let the CPU count as a device that computes by itself, layers as replayed, and, in some processes, the callbacks
+    here as known.
+    """
+    before = Stacker.replays, skipped_update._DEVICES, fetch_ahead._KNOWN
+    Stacker.replays, skipped_update._DEVICES = True, {"cpu"}
+    fetch_ahead._KNOWN = before[2] | ({"__main__", "data_parallel"} if RANK in ranks else frozenset())
+    try:
+        yield
+    finally:
+        Stacker.replays, skipped_update._DEVICES, fetch_ahead._KNOWN = before
+
+
 def run(job: dict[str, Any]) -> None:
     """Train as the job says, and write what came of it."""
+    with ahead(job["ahead"]) if "ahead" in job else nullcontext():
+        _run(job)
+
+
+def _run(job: dict[str, Any]) -> None:
     config = read_lora_config(Path(job["out"]))
     if job.get("unlike"):
         config.r += RANK
@@ -147,9 +180,9 @@ def run(job: dict[str, Any]) -> None:
         ddp_timeout=60,
     )
     fate = [Killed(job["until"], job["fate"])] if job.get("fate") and job["world"] - 1 == RANK else []
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.learning_rate)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.learning_rate, fused=True)
     thaws = Thaws(next(p for name, p in model.named_parameters() if THAWED in name))
-    trainer = KTrainer(
+    trainer = Noting(
         model=model,
         args=args,
         train_dataset=rows(model.config.vocab_size),
@@ -161,6 +194,7 @@ def run(job: dict[str, Any]) -> None:
     with noted_shares() as shares:
         trainer.train(resume_from_checkpoint=job.get("resume"))
     (folder / f"shares-{RANK}.json").write_text(json.dumps(shares))
+    (folder / f"later-{RANK}.json").write_text(json.dumps(trainer.later))
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     (folder / f"losses-{RANK}.json").write_text(json.dumps(losses))
     save_file(trained(model), folder / f"after-{RANK}.safetensors")

@@ -60,6 +60,7 @@ def equal(some: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
     return some.keys() == others.keys() and all(torch.equal(some[name], others[name]) for name in some)
 
 
+AHEAD = {"ahead": [0, 1], "ahead-one": [0]}  # the processes in which all callbacks are known
 SENT: dict[str, Any] = {"kernels": True, "sent": True}  # experts that are sent to a device, as to a GPU
 
 
@@ -84,9 +85,11 @@ def alone(out: Path, data_parallel: ModuleType, tmp_path_factory: pytest.TempPat
 
 @pytest.fixture(scope="module")
 def of_two(out: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two runs of two processes, one after the other: a plain one, and one whose experts are sent."""
+    """Runs of two processes, one after the other: a plain one, and one whose experts are sent."""
     plain, sent = tmp_path_factory.mktemp("plain"), tmp_path_factory.mktemp("sent")
     jobs = [job(out, plain, 2), job(out, sent, 2, accumulation=2, **SENT)]
+    for name, ranks in AHEAD.items():
+        jobs.append(job(out, plain.parent / name, 2, ahead=ranks))
     done = torchrun(2, str(SCRIPT), json.dumps(jobs))
     assert done.returncode == 0, done.stderr[-3000:]
     return plain, sent
@@ -94,6 +97,16 @@ def of_two(out: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, P
 
 def test_several_processes_train_as_one_does(alone: Path, of_two: tuple[Path, Path]) -> None:
     assert_trained_as_one(alone, of_two[0], 2)
+
+
+@pytest.mark.parametrize("name", AHEAD)
+def test_processes_that_read_and_log_a_step_in_the_next_one_train_as_one_does(
+    alone: Path, of_two: tuple[Path, Path], name: str
+) -> None:
+    """Where one of them may not, for a callback, none does: they gather losses at the same places."""
+    assert_trained_as_one(alone, of_two[0].parent / name, 2)
+    logged = json.loads((of_two[0].parent / name / "later-0.json").read_text())
+    assert any(logged) == (name == "ahead")
 
 
 @pytest.mark.slow

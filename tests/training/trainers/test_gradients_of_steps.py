@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -182,7 +183,7 @@ def test_gradients_of_a_smaller_norm_are_not_multiplied(monkeypatch: pytest.Monk
     factor.grad = torch.tensor([3.0, 4.0])
     scaled: list[float] = []
     monkeypatch.setattr(gradient_norm, "clip_grads_with_norm_", lambda _, most, __: scaled.append(most))
-    with gradient_norm.known(gradient_norm.read_norm(torch.tensor(5.0), 5.0, [factor])):
+    with gradient_norm.known(gradient_norm.known_norm(torch.tensor(5.0), 5.0, [factor])):
         assert [float(gradient_norm.clip([factor], most)) for most in (6.0, 5.0, 4.0)] == [5, 5, 5]
     gradient_norm.clip([factor], 6.0)  # of a norm that is not known
     assert scaled == [5.0, 4.0, 6.0]
@@ -191,16 +192,31 @@ def test_gradients_of_a_smaller_norm_are_not_multiplied(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 def test_gradients_are_averaged_in_the_group_of_their_device(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU's backend they are summed and divided; only nccl knows the mean."""
-    asked: list[tuple[Any, Any]] = []
+    asked: list[tuple[Any, Any, Any]] = []
 
     def all_reduce(flat: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
-        asked.append((op, group))
+        asked.append((flat.dtype, op, group))
 
+    calls: list[Any] = []
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(dist, "get_backend_config", lambda group: f"cpu:gloo,meta:{backend}")
-    gradients._average(torch.ones(2, device="meta"), {"cpu": "of the CPU", "meta": "of the device"})
-    assert asked == [(dist.ReduceOp.AVG if backend == "nccl" else dist.ReduceOp.SUM, "of the device")]
-    on_cpu = torch.full((2,), 8.0)
-    gradients._average(on_cpu, {"cpu": "of the CPU"})
-    assert asked[1] == (dist.ReduceOp.SUM, "of the CPU") and on_cpu.tolist() == [2.0, 2.0]
+    monkeypatch.setattr(gradients, "_present", lambda given, _, waits: ([p.grad for p in given], waits))
+    monkeypatch.setattr(gradients, "in_one_call", lambda group: calls.append(group) or nullcontext())
+    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float32)
+    parameters = [nn.Parameter(torch.zeros(2, dtype=dtype, device="meta")) for dtype in dtypes]
+    parameters.append(nn.Parameter(torch.zeros(2)))
+    for parameter in parameters[:-1]:
+        parameter.grad = torch.ones_like(parameter)
+    parameters[-1].grad = torch.full((2,), 8.0)
+    gradients.average_gradients(parameters, {"cpu": "of the CPU", "meta": "of the device"})
+    assert parameters[-1].grad.tolist() == [2.0, 2.0]
+    op = dist.ReduceOp.AVG if backend == "nccl" else dist.ReduceOp.SUM
+    if backend == "nccl":
+        assert calls == ["of the device"] * 2, "one for each dtype that is summed"
+        expected = [torch.float32] * 3 + [torch.float64, torch.float32]  # 16-bit values in fp32
+        assert [dtype for dtype, *_ in asked] == expected
+    else:
+        assert not calls and len(asked) == 4, "those of a dtype together"
+    assert {given[1:] for given in asked[:-1]} == {(op, "of the device")}
+    assert asked[-1][1:] == (dist.ReduceOp.SUM, "of the CPU")

@@ -138,6 +138,26 @@ def test_code_compiled_where_sizes_coincide_serves_other_sizes() -> None:
     assert counter.frame_count == 1
 
 
+def test_reductions_of_a_group_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        calls: list[int] = []
+        group = type(dist.group.WORLD)
+        stock = group.allreduce_coalesced
+        monkeypatch.setattr(
+            group,
+            "allreduce_coalesced",
+            lambda own, values, *given: calls.append(len(values)) or stock(own, values, *given),
+        )
+        values = [torch.ones(2), torch.ones(3)]
+        with private_api.in_one_call(None):
+            for value in values:
+                dist.all_reduce(value)
+        assert calls == [2] and values[1].tolist() == [1.0] * 3
+    finally:
+        dist.destroy_process_group()
+
+
 def test_the_store_of_the_run_is_the_one_that_all_processes_opened() -> None:
     given = dist.HashStore()
     dist.init_process_group("gloo", store=given, rank=0, world_size=1)

@@ -119,7 +119,10 @@ def _arguments(request: Finetune, place: str, folder: Path, *, on_cpu: bool) -> 
 
 
 class _Steps(TrainerCallback):
-    """Times the trainer's steps, with the loading of their data."""
+    """Times the trainer's steps, with the loading of their data.
+
+    A trainer may begin the next step before a GPU has ended this one. So the first and the last alone wait for it.
+    """
 
     def __init__(self, clock: StepClock) -> None:
         self._clock = clock
@@ -127,8 +130,11 @@ class _Steps(TrainerCallback):
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         self._clock.start()
 
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self._clock.step()
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, *given: Any, **kwargs: Any) -> None:
+        if state.global_step in (1, state.max_steps):
+            self._clock.step()
+        else:
+            self._clock.passed()
 
 
 class _Trace(StepTrace):
