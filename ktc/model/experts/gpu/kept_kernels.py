@@ -39,9 +39,9 @@ def split(
 ) -> tuple[Tensor, Tensor]:
     """Divide the chosen experts of a layer among GPU memory, bus and CPU: see `kept_split.split`.
 
-    Add each chosen expert to `counts` (E,) int32, and to `traffic` (4,) int64 how many units were read where, and
-    whether the CPU read any. `table` (E,) is int64, `share` (2,) int32; `packed` are the address of the layer's experts
-    and the bytes of each, multiples of 16.
+    Add each chosen expert to `counts` (E,) int32, and to `traffic` (3,) int64 how many units were read where. `table`
+    (E,) is int64, `share` (2,) int32; `packed` are the address of the layer's experts and the bytes of each, multiples
+    of 16.
     """
     addresses, left = index_TK.new_empty(index_TK.numel()), torch.empty_like(index_TK)
     with torch.cuda.device_of(index_TK):
@@ -151,7 +151,6 @@ def _split(
     tl.store(traffic, tl.load(traffic) + hits * units)
     tl.store(traffic + 1, tl.load(traffic + 1) + by_bus)
     tl.store(traffic + 2, tl.load(traffic + 2) + misses * units - by_bus)
-    tl.store(traffic + 3, tl.load(traffic + 3) + tl.where(most > over_bus, 1, 0))
 
 
 @triton.jit

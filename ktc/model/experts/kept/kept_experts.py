@@ -142,7 +142,7 @@ class KeptExperts:
             self.table = torch.zeros(len(layers), most, dtype=torch.int64, device=device)
             self.share = torch.zeros(2, dtype=torch.int32, device=device)  # and the lead
             self.counts = torch.zeros(len(layers), most, dtype=torch.int32, device=device)
-            self.traffic = torch.zeros(len(layers), 4, dtype=torch.int64, device=device)
+            self.traffic = torch.zeros(len(layers), 3, dtype=torch.int64, device=device)
             self._addresses = torch.zeros(len(layers), most, dtype=torch.int64)  # of the next step
             self._weights = torch.zeros(len(layers), most)  # decayed counts
             self._seen = torch.zeros(len(layers), most, dtype=torch.int32)
@@ -279,7 +279,7 @@ class KeptExperts:
     def figures(self) -> KeptTraffic:
         """Return what all steps have read. Waits for the device."""
         units = torch.tensor([layer.layout.intermediate for layer in self.layers], dtype=torch.float64)
-        experts = self.traffic[:, :3].cpu() / units[:, None]
+        experts = self.traffic.cpu() / units[:, None]
         nbytes = _by_engine(experts * torch.tensor(self._nbytes, dtype=torch.float64)[:, None])
         return KeptTraffic(_by_engine(experts), {engine: round(amount) for engine, amount in nbytes.items()})
 

@@ -53,7 +53,7 @@ def split(
     counts += chosen.to(counts.dtype)
     sent, all_units = whole * cuts.units + rest * cuts.step, misses * cuts.units
     hits = (chosen.sum() - misses) * cuts.units
-    traffic += torch.stack((hits, sent, all_units - sent, (all_units > sent).to(misses.dtype)))
+    traffic += torch.stack((hits, sent, all_units - sent))
     return addresses, left
 
 
