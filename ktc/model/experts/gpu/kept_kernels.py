@@ -40,7 +40,7 @@ def split(
     """Divide the chosen experts of a layer among GPU memory, bus and CPU: see `kept_split.split`.
 
     Add each chosen expert to `counts` (E,) int32, and to `traffic` (3,) int64 how many units were read where. `table`
-    (E,) is int64, `share` (2,) int32; `packed` are the address of the layer's experts and the bytes of each, multiples
+    (E,) is int64, `share` (3,) int32; `packed` are the address of the layer's experts and the bytes of each, multiples
     of 16.
     """
     addresses, left = index_TK.new_empty(index_TK.numel()), torch.empty_like(index_TK)
@@ -136,6 +136,7 @@ def _split(
     parts = (units + step - 1) // step
     most, lead = misses * parts, tl.load(share + 1) * parts
     over_bus = tl.minimum((most + 1) * tl.load(share) + lead >> 16, most)  # `kept_split.over_bus`
+    over_bus = tl.where((most - over_bus) * 65536 < tl.load(share + 2) * parts, most, over_bus)
     whole, rest, order = over_bus // parts, over_bus % parts, tl.cumsum(missing, 0)
     taken = tl.where(order == whole + 1, rest, 0)
     sent = (missing == 1) & ((order <= whole) | (taken > 0))
