@@ -126,7 +126,7 @@ def test_a_model_waits_for_a_step_that_interrupts_have_left() -> None:
 @pytest.mark.parametrize(("error", "ended"), [(_Interrupt, 1), (MemoryError, 0)])
 def test_a_batch_waits_again_after_an_interrupt_alone(error: type[BaseException], ended: int) -> None:
     batch, wait = RowBatch(ModelRunner(with_graphs("qwen3_moe"))), _Waits(error)
-    batch._wait = wait
+    batch._under_way.append(PendingStep(wait))
     with pytest.raises(error):
         batch.finish()
     assert batch.clear() == []
