@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ktc.model.experts.backends.graph_backend import HostNode
+from ktc.model.experts.backends.kept_backend import SplitNode
 from ktc.model.experts.backends.tracing import never_traced
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.own_module import Called, Role, call_routed
@@ -60,10 +61,27 @@ class CalledExperts(FusedMoe):
     @never_traced
     def _without_zeros(self, hidden: Tensor, index: Tensor, weights: Tensor, lora: ExpertsLora | None) -> Tensor:
         is_chosen = (hidden != 0).any(-1)
-        plain = not torch.is_grad_enabled() and (lora is None or not any(lora.products))
-        backend = self.backend(len(hidden), plain=plain)
-        if plain and isinstance(backend, HostNode):  # of a captured step, in which no code waits for a number of rows
-            return backend.run_some(hidden, index.masked_fill(~is_chosen[:, None], COMPUTED_ELSEWHERE), weights)
+        host = self._host_of_step(len(hidden), lora)
+        if host is not None:  # no code of a captured step waits for a number of rows
+            return self._noted(self._chosen_alone, host, hidden, index, weights, is_chosen)
         rows = torch.nonzero(is_chosen).squeeze(-1)
         computed = FusedMoe.forward(self, hidden[rows], index[rows], weights[rows], lora)
         return torch.zeros_like(hidden).index_copy(0, rows, computed.to(hidden.dtype))
+
+    def _chosen_alone(
+        self, host: HostNode, hidden: Tensor, index: Tensor, weights: Tensor, is_chosen: Tensor
+    ) -> Tensor:
+        index = index.masked_fill(~is_chosen[:, None], COMPUTED_ELSEWHERE)
+        self._admitted(hidden, index, weights, None)
+        return host.run_some(hidden, index, weights)
+
+    def _host_of_step(self, rows: int, lora: ExpertsLora | None) -> HostNode | None:
+        """Return what calls the experts of a captured step on the CPU; None for other calls, and those with LoRA.
+
+        A call has a row for each expert and token, too many for experts that a GPU keeps: see `SplitNode`.
+        """
+        if torch.is_grad_enabled() or (lora is not None and any(lora.products)):
+            return None
+        backend = self.backend(rows, plain=True)
+        backend = backend.host if isinstance(backend, SplitNode) else backend
+        return backend if isinstance(backend, HostNode) else None

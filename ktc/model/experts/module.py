@@ -190,8 +190,12 @@ class FusedMoe(LoadHooks, ConversionHook, nn.Module):
     ) -> Tensor:
         if torch.compiler.is_compiling():
             return self._compute(hidden_states, top_k_index, top_k_weights, lora)
+        return self._noted(self._compute, hidden_states, top_k_index, top_k_weights, lora)
+
+    def _noted(self, compute: Callable[..., Tensor], *inputs: object) -> Tensor:
+        """Return the result of `compute`. Its errors get the name of the module."""
         try:
-            return self._compute(hidden_states, top_k_index, top_k_weights, lora)
+            return compute(*inputs)
         except (IndexError, ValueError, MemoryError) as error:
             error.add_note(f"in `{self.weights.fqn}`")
             raise
@@ -199,18 +203,25 @@ class FusedMoe(LoadHooks, ConversionHook, nn.Module):
     def _compute(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: ExpertsLora | None
     ) -> Tensor:
-        lora = lora or ExpertsLora()
-        self.weights.require_loaded()
-        if self.guard is not None:
-            self.guard()
-        self._check(hidden_states, top_k_index, top_k_weights)
-        self._check_lora(lora)
+        lora = self._admitted(hidden_states, top_k_index, top_k_weights, lora)
         if hidden_states.is_meta:  # shapes alone, differentiable as the values would be
             return hidden_states * top_k_weights.sum(-1, keepdim=True).to(hidden_states.dtype)
         lora = lora.drawn()
         plain = not torch.is_grad_enabled() and not any(lora.products)
         backend = self.backend(hidden_states.shape[0], plain=plain)
         return backend.run(hidden_states, top_k_index, top_k_weights, lora)
+
+    def _admitted(
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: ExpertsLora | None
+    ) -> ExpertsLora:
+        """Check a call, and return its factors. Raises for weights that are not loaded and inputs of other shapes."""
+        lora = lora or ExpertsLora()
+        self.weights.require_loaded()
+        if self.guard is not None:
+            self.guard()
+        self._check(hidden_states, top_k_index, top_k_weights)
+        self._check_lora(lora)
+        return lora
 
     def _check(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> None:
         choices = (*x_TH.shape[:1], *index_TK.shape[-1:])

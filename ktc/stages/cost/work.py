@@ -15,8 +15,7 @@ from torch import fx
 from ktc.foundation.formats import FORMATS, Dense
 from ktc.model.attention.sink_prompts import computes_prompts
 from ktc.model.experts.kept.kept_division import Division
-from ktc.model.experts.layouts.cuts import cuts_of
-from ktc.model.experts.layouts.panel_codes import addressed_codes_of, codes_of
+from ktc.model.experts.layouts.panel_codes import addressed_codes_of, codes_of, cuts_of
 from ktc.model.experts.streamed.stream_sizes import DEFAULT_BUFFER, Chunks, chunk_bytes
 from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_of

@@ -25,8 +25,7 @@ from ktc.model.experts.gpu.activation_kernels import constants_of_form, function
 from ktc.model.experts.gpu.address_kernels import NO_BIAS, Places, Side, address_of, beginning_of, units_of
 from ktc.model.experts.gpu.coded_kernels import constants_of, panel_sums, row_of
 from ktc.model.experts.layouts.coded_matrices import CodedMatrices, addressed_codes
-from ktc.model.experts.layouts.cuts import Cuts
-from ktc.model.experts.layouts.panel_codes import Numbers
+from ktc.model.experts.layouts.panel_codes import Cuts, Numbers
 from ktc.model.kernels.form import ExpertsForm
 from ktc.model.kernels.triton_support import has_gluon
 

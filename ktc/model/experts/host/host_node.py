@@ -88,9 +88,10 @@ class HostNodes:
         return self._started(packed, call, memory, (x_TH, index_TK, weights_TK))
 
     def run_rest(
-        self, packed: PackedExperts, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, beside: Callable[[], Tensor]
-    ) -> Tensor:
-        """Enqueue the call of those experts that the GPU leaves to the CPU: see `PackedExperts.partial_call`.
+        self, packed: PackedExperts, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor,
+        beside: Callable[[], Tensor] | None,
+    ) -> Tensor:  # fmt: skip
+        """Enqueue the call of those experts that are left to the CPU: see `PackedExperts.partial_call`.
 
         `beside` enqueues the work of the GPU at the same time and returns its results (T, H), which are added.
         """
@@ -98,8 +99,9 @@ class HostNodes:
         call = packed.partial_call(memory.x, memory.index, memory.weights, memory.out)
         self._partial.append((packed, call))
         out = self._started(packed, call, memory, (x_TH, index_TK, weights_TK))
-        computed = beside()
-        self._beside.then(lambda: torch.add(out, computed, out=out))
+        if beside is not None:
+            computed = beside()
+            self._beside.then(lambda: torch.add(out, computed, out=out))
         return out
 
     @property

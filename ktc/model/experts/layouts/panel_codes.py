@@ -1,17 +1,20 @@
 """Where the codes and scales of a panel are, for the formats whose codes a GPU multiplies.
 
 In: a row of `ktc/foundation/formats.py`. Out: the bytes of its panels, as `runtime/include/ktc/weight_format` and
-`panels.py` have them. Importing this needs no torch: the cost model reads it.
+`panels.py` have them. `cuts_of` says where an expert in such panels may be cut between two intermediate units, so that
+two engines compute it in a decoding step. Importing this needs no torch: the cost model reads it.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from ktc.foundation.formats import Blocks, Codes, Dense, Exponent, Float8Scales, Format, Halves, ScaleAndZero
 
-_WIDTH: Final = 32  # outputs of a panel
+_WIDTH: Final = 32  # outputs of a panel, and weights of each in a block
+MOST_PARTS: Final = 16  # of an expert: an address has room for their number (`address_kernels.py`)
 # Rows of an expert, on average, that a GPU multiplies with codes. For 256, a copy and `grouped_mm` take 0.7 of the
 # time, and the Python of two chunks.
 MOST_ROWS: Final = 128
@@ -120,3 +123,28 @@ def _of_groups(row: Codes, group: int) -> PanelCodes | None:
             return PanelCodes("signed4", "bf16", group, group, head)
         case _:
             return None
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """An expert may be cut after multiples of `step` of its `units`. One with a step of all units is not."""
+
+    units: int
+    step: int
+
+    @property
+    def parts(self) -> int:
+        """The number of steps, of which the last may be shorter."""
+        return -(-self.units // self.step)
+
+
+def cuts_of(units: int, down: PanelCodes | None) -> Cuts:
+    """Return the cuts of experts with panels of down in these codes: into at most `MOST_PARTS`, of equal size.
+
+    Spans of scales stay whole. Scales of a row serve all units, and so do those by which the CPU rounds activations to
+    integers: such experts are not cut.
+    """
+    if down is None or (down.span == WHOLE_ROW and down is not PLAIN):
+        return Cuts(units, units)
+    least = _WIDTH if down is PLAIN else math.lcm(_WIDTH, down.span)
+    return Cuts(units, min(units, -(-units // (least * MOST_PARTS)) * least))

@@ -16,9 +16,8 @@ from torch.nn import functional
 
 from ktc.diagnostics import Diagnostic, HostLacks
 from ktc.model.experts.layouts.coded_matrices import CodedMatrices, addressed_codes, are_coded
-from ktc.model.experts.layouts.cuts import Cuts, cuts_of
 from ktc.model.experts.layouts.packed import PackedExperts
-from ktc.model.experts.layouts.panel_codes import PanelCodes, Scales
+from ktc.model.experts.layouts.panel_codes import Cuts, PanelCodes, Scales, cuts_of
 from ktc.model.experts.layouts.panels import WIDTH, DensePanels, Panels, by_output, cut
 from ktc.model.experts.products.grouped_products import multiplies_codes
 from ktc.model.experts.references import kept_split

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ktc.model.experts.gpu.compiled_functions import compiled_on
 from ktc.model.experts.layouts.coded_matrices import CodedMatrices, addressed_codes, are_coded
-from ktc.model.experts.layouts.cuts import Cuts, cuts_of
+from ktc.model.experts.layouts.panel_codes import Cuts, cuts_of
 from ktc.model.experts.layouts.panels import WIDTH, Panels, by_output, cut
 from ktc.model.experts.products.grouped_products import decoded, multiplies_codes
 from ktc.model.kernels.form import ExpertsForm

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ktc.model.experts.layouts.cuts import MOST_PARTS, Cuts
+from ktc.model.experts.layouts.panel_codes import MOST_PARTS, Cuts
 
 COMPUTED_ELSEWHERE: Final = -1
 """A choice that a partial call of a kernel leaves out (`ForwardArguments::partial`)."""

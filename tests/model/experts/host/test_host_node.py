@@ -13,6 +13,7 @@ from recorded_steps import call_at_once
 from ktc.model.experts.called_module import CalledExperts
 from ktc.model.experts.host import host_node
 from ktc.model.experts.host.host_node import HostNodes, runtime_libraries
+from ktc.model.experts.kept.kept_experts import KeptExperts
 from ktc.model.experts.trained.lora import ExpertsLora
 
 HERE = torch.device("cpu")
@@ -55,6 +56,26 @@ def test_experts_that_are_called_with_rows_of_zero_compute_the_others_in_a_recor
         found = experts(rows.view(15, 70)).clone()
     nodes.check(lambda _: "")
     assert torch.equal(found, wanted)
+    with torch.no_grad(), nodes.recorded(experts.step_context), pytest.raises(ValueError, match="shapes") as error:
+        experts(rows.view(15, 70)[:, :69].contiguous())
+    assert error.value.__notes__
+
+
+@pytest.mark.parametrize("places", [0, 2])
+def test_experts_that_get_rows_of_zero_are_the_cpus_where_a_gpu_keeps_others(load: Load, places: int) -> None:
+    layer = random_layer(70, 37, 5, 1, 3, seed=2)
+    module = load(layer, spec_of(ISAS[0]))
+    experts = CalledExperts(module.weights, {"hidden_states": "hidden"}, "by_expert")
+    assert experts.weights.packed is not None
+    store = KeptExperts([(experts.weights.packed, experts.form)], HERE, places, share=0.5, fixed=True)
+    experts.kept = store.layers[0]
+    rows = torch.zeros(15, 70, dtype=torch.bfloat16)
+    rows[4] = 1
+    nodes = HostNodes(call_at_once)
+    with torch.no_grad(), nodes.recorded(experts.step_context):
+        found = experts(rows).clone()
+    nodes.check(lambda _: "")
+    assert torch.equal(found, experts(rows)) and float(found[4].abs().sum()) > 0
 
 
 def test_a_recorded_call_reads_what_its_memory_holds_when_it_runs(load: Load) -> None:

@@ -10,7 +10,7 @@ from kernel_layers import ISAS, Load, error, quick_or_slow, random_layer, spec_o
 from stored_experts import in_blocks, stored_experts
 from torch import Tensor
 
-from ktc.model.experts.layouts.cuts import Cuts
+from ktc.model.experts.layouts.panel_codes import Cuts
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.products.packed_layout import PackedLayout
 from ktc.model.experts.references.kept_split import COMPUTED_ELSEWHERE, FIRST_UNIT

@@ -27,7 +27,7 @@ from ktc.model.experts.kept.kept_division import CALL, lead_of
 from ktc.model.experts.kept.kept_experts import MEASURED, PERIOD, KeptExperts, can_keep
 from ktc.model.experts.kept.kept_policy import DECAY, Exchange, cpu_speed, exchanges, first_kept, next_share
 from ktc.model.experts.layouts.coded_matrices import addressed_codes
-from ktc.model.experts.layouts.cuts import MOST_PARTS, Cuts, cuts_of
+from ktc.model.experts.layouts.panel_codes import MOST_PARTS, Cuts, cuts_of
 from ktc.model.experts.layouts.panels import panels_of
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.products.coded_check import check_addressed
