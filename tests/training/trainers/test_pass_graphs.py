@@ -42,7 +42,7 @@ class Recorded:
 
 
 class Repeated(pass_graphs._Graphs):
-    """Graphs without a GPU: they write to the same memory each time."""
+    """Graphs without a GPU: they write to the same memory each time, forward to that of gradients too."""
 
     def _record(self, run: Any) -> None:
         outs = run(self._inputs.chunks)
@@ -56,6 +56,9 @@ class Repeated(pass_graphs._Graphs):
     def _again(self) -> None:
         with torch.enable_grad():
             self._made = self._run(self._inputs.chunks)
+        for memory in self._of_parameters:  # the memory of both graphs is one pool
+            if memory is not None:
+                memory.zero_()
         for into, out in zip(self._outs, self._made, strict=True):
             into.copy_(out.detach())
 
