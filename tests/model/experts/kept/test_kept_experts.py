@@ -35,6 +35,7 @@ from ktc.model.experts.kept.kept_policy import (
     exchanges,
     first_kept,
     measured_line,
+    no_slower,
     planned_line,
     share_beside,
 )  # fmt: skip
@@ -156,6 +157,16 @@ def test_the_time_of_a_call_is_told_from_that_of_its_bytes() -> None:
     assert tuple(tried) == pytest.approx(tuple(plan), rel=0.01), "a CPU without calls is tried again"
     assert share_beside(plan, 0.0) == 0.0, "no bus"
     assert share_beside(planned_line(0.37, 5e10), 5e10) == pytest.approx(0.37)
+
+
+def test_first_calls_that_take_a_second_are_forgotten_after_some_steps() -> None:
+    plan, expert = CpuLine(CALL, 1.3e-11), 13.2e6
+    sums = no_slower(calls_of(plan, [expert] * 24, [1.0] * 23 + [5000.0]), plan)
+    assert sums.seconds <= 30 * 24 * (CALL + expert * plan.per_byte) * 1.001
+    for _ in range(8):
+        sums = sums.followed_by(no_slower(calls_of(plan, [expert, expert / 2] * 12, [1.0] * 24), plan))
+    line = measured_line(sums, plan, expert)
+    assert line.call + expert * line.per_byte == pytest.approx(plan.call + expert * plan.per_byte, rel=0.1)
 
 
 class Machine(NamedTuple):
