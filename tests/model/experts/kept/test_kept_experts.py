@@ -382,7 +382,8 @@ def test_the_share_of_the_bus_follows_the_speed_of_the_cpu_in_steps(
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
         spent.append(nodes.reads.nanoseconds)
-    assert sorted(set(spent)) == spent, "calls that were dropped stay counted"
+    before = spent[:-1]  # after the look at the last step the bus may read all
+    assert sorted(set(before)) == before and spent[-1] >= before[-1], "calls that were dropped stay counted"
     assert int(store.share[0]) > WHOLE_SHARE // 50
 
 
