@@ -33,6 +33,7 @@ from ktc.model.experts.kept.kept_policy import (
     exchanges,
     first_kept,
     measured_line,
+    no_slower,
     planned_line,
     share_beside,
 )
@@ -336,7 +337,7 @@ class KeptExperts:
         self._reads_seen.update(reads)
         if self._steps > 1:  # until then libraries set themselves up
             new = CallSums(calls, nbytes, 1e-9 * nanoseconds, squares, 1e-9 * products)
-            self._calls = self._calls.followed_by(new)
+            self._calls = self._calls.followed_by(no_slower(new, self._plan))
             self._line = measured_line(self._calls, self._plan, max(self._nbytes))
             self._share = share_beside(self._line, self._bus_speed)
             self._share_out()
