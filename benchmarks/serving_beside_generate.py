@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import random
 import statistics
 import subprocess
 import sys
@@ -35,8 +36,9 @@ from ktc.inference.serving.request import Limits
 from ktc.model.loading.load import load
 from ktc.tools.bench.stack import stack_of
 
-_PROMPT, _NEW = 72, 128  # the means of the clients' prompts and answers
-_TIMES = 5
+_PROMPT, _NEW = (16, 128), (64, 192)  # tokens, as of the clients
+_REQUESTS = 16
+_PAUSE = 0.008  # seconds
 
 
 class _Clock(BaseStreamer):
@@ -50,25 +52,29 @@ class _Clock(BaseStreamer):
         pass
 
 
-def generate(model: Any) -> float:
-    """Print the token/s of `generate`, and return those with the prompt."""
-    device = model.get_input_embeddings().weight.device
-    ids = torch.randint(3, 1000, (1, _PROMPT), generator=torch.Generator().manual_seed(0)).to(device)
-    given = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": _NEW}
-    steps, whole, prompts = list[float](), list[float](), list[float]()
-    for number in range(_TIMES + 2):
+def generate(model: Any, pause: float = 0.0) -> None:
+    """Print what `generate` takes for such requests as a client has, one after the other, with pauses between them."""
+    device, chance = model.get_input_embeddings().weight.device, random.Random(1)
+    steps, prompts, tokens, took = (list[float](), list[float]()), list[float](), 0, 0.0
+    for number in range(-2, _REQUESTS):
+        ids = torch.randint(3, 1000, (1, chance.randint(*_PROMPT))).to(device)
+        new, draws = chance.randint(*_NEW), bool(number % 2)
+        given: dict[str, Any] = {"temperature": 0.8} if draws else {}
+        time.sleep(pause)
         clock, begun = _Clock(), time.perf_counter()
-        model.generate(ids, do_sample=bool(number % 2), streamer=clock, **given)
-        if number > 1:
-            whole.append(time.perf_counter() - begun)
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), pad_token_id=0, eos_token_id=None, max_new_tokens=new,
+            do_sample=draws, streamer=clock, **given,
+        )  # fmt: skip
+        if number >= 0:
+            tokens, took = tokens + new, took + time.perf_counter() - begun
             prompts.append(clock.at[1] - begun)
-            steps.append(statistics.median(after - before for before, after in itertools.pairwise(clock.at[1:])))
-    step, took, prompt = (statistics.median(values) for values in (steps, whole, prompts))
+            steps[draws].append(statistics.median(after - before for before, after in itertools.pairwise(clock.at[1:])))
+    greedy, drawn, prompt = (1e3 * statistics.median(values) for values in (*steps, prompts))
     print(
-        f"generate: a step {1e3 * step:.2f} ms, {1 / step:.0f} token/s; with its prompt ({1e3 * prompt:.0f} ms) "
-        f"{_NEW / took:.0f} token/s", flush=True,
+        f"generate, pauses of {1e3 * pause:.0f} ms: a step {greedy:.2f} ms, drawn {drawn:.2f}; a prompt {prompt:.0f} "
+        f"ms; {tokens / took:.0f} token/s", flush=True,
     )  # fmt: skip
-    return _NEW / took
 
 
 def opened(source: str, layers: int | None, rules: str, settings: Sequence[str]) -> LanguageModel:
@@ -89,6 +95,7 @@ def run(language: LanguageModel, clients: str, by_step: str, seconds: float) -> 
     """Print the rates."""
     model: Any = language.model
     generate(model)
+    generate(model, _PAUSE)
     free = serve.free_memory(model)
     limits = Limits(cache_bytes=free // 2, prefill_chunk=serve.default_chunk(model), prefix_bytes=free // 8)
     begun = time.perf_counter()

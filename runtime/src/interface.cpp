@@ -107,9 +107,14 @@ void HostCall::run(void* call) noexcept {
   ++self.ended_;
   if (error && self.thrown_.size() < kMostThrown) self.thrown_.push_back({self.ended_, error});
   if (amount == 0 || error) return;
-  self.work_.nanoseconds += taken.count();
+  constexpr std::int64_t kMost = 8, kRemembered = 16;  // of usual times, and runs that these are of
+  const std::int64_t time = self.usual_ == 0 ? taken.count() : std::min(taken.count(), kMost * self.usual_);
+  self.usual_ += self.usual_ == 0 ? time : (time - self.usual_) / kRemembered;
+  self.work_.nanoseconds += time;
   self.work_.amount += amount;
   ++self.work_.runs;
+  self.work_.squares += static_cast<double>(amount) * static_cast<double>(amount);
+  self.work_.products += static_cast<double>(amount) * static_cast<double>(time);
 }
 
 HostWork HostCall::work() const {

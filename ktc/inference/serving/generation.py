@@ -156,7 +156,11 @@ def _restore(states: Sequence[tuple[torch.Generator, Tensor]]) -> None:
 
 
 def _chosen(generations: Sequence[Generation], logits: Tensor) -> tuple[Tensor, dict[int, Exception]]:
-    chosen, faults, alike = logits.argmax(-1), dict[int, Exception](), dict[Settings, list[int]]()
+    faults, alike = dict[int, Exception](), dict[Settings, list[int]]()
+    settings = {generation.settings for generation in generations}
+    if len(settings) == 1 and None not in settings:
+        return draw(generations[0].processed(logits), [one.generator for one in generations]), faults
+    chosen = logits.argmax(-1)
     for at, generation in enumerate(generations):
         if generation.settings is not None:
             alike.setdefault(generation.settings, []).append(at)
@@ -167,10 +171,7 @@ def _chosen(generations: Sequence[Generation], logits: Tensor) -> tuple[Tensor, 
                 faults[at] = error
     for rows in alike.values():
         first, generators = generations[rows[0]], [generations[at].generator for at in rows]
-        if len(rows) == len(generations):
-            chosen = draw(first.processed(logits), generators)
-            continue
-        together = sent(torch.tensor(rows), logits.device)
+        together = sent(torch.tensor(rows, device="cpu"), logits.device)
         chosen[together] = draw(first.processed(logits.index_select(0, together)), generators)
     return chosen, faults
 

@@ -120,13 +120,14 @@ class GraphRows:
     def _begun(self, step: _Step, rows: int) -> tuple[Tensor, Wait]:
         """Begin a replay for what the inputs hold, and return its logits and a function that waits."""
         done = step.replay()
+        number = None if step.nodes is None else step.nodes.begun  # the next step may begin before the end of this one
 
         def wait() -> None:
             try:
                 done()
             finally:  # an error of the GPU may be a consequence of theirs
                 if step.nodes is not None:
-                    step.nodes.check(lambda packed: layer_name(self._model, packed))
+                    step.nodes.check(lambda packed: layer_name(self._model, packed), number)
 
         logits = cast("Tensor", step.output.logits)[:rows, -1]
         try:

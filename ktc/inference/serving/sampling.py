@@ -39,5 +39,5 @@ def draw(scores: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
     noise = torch.empty_like(probabilities)
     for row, generator in zip(cast("Any", noise).split(1), generators, strict=True):
         row.exponential_(1, generator=generator)
-    drawn = torch.argmax(probabilities / noise, dim=-1)
-    return torch.where(probabilities.isfinite().all(-1), drawn, -1)
+    drawn = torch.div(probabilities, noise, out=noise).argmax(-1)
+    return torch.where(probabilities[:, 0].isnan(), -1, drawn)  # one in a row makes all of its row

@@ -33,7 +33,7 @@ class HostCopy:
     @classmethod
     def begin(cls, values: Tensor) -> HostCopy:
         """Enqueue a copy behind what computes the values, which may change behind it."""
-        there = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+        there = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=values.is_cuda)
         there.copy_(values, non_blocking=True)
         if not values.is_cuda:
             return cls(there, None)

@@ -19,12 +19,15 @@ from ktc.model.kernels.kernel_library import Arguments, Engine, NativeHostCall
 class HostWork(NamedTuple):
     """The time of a call's runs that computed something, the amount that they computed, and how many they are.
 
-    The amount is in intermediate units for partial calls of experts, and one per run for others.
+    The amount is in intermediate units for partial calls of experts, and one per run for others. `squares` are the sum
+    of squared amounts, and `products` that of amounts times their time.
     """
 
     nanoseconds: int
     amount: int
     runs: int
+    squares: float
+    products: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ class NativeHostCall(Protocol):
 
     function: int
     address: int
-    work: tuple[int, int, int]
+    work: tuple[int, int, int, float, float]
 
     def rethrow(self, runs: int = ..., /) -> None: ...
 

@@ -64,8 +64,7 @@ class RoutedExperts:
     In decoding steps that are CUDA graphs, the first device reads the part `kept` of the experts from its memory and,
     by `bus_share`, some of the others over the bus; None: it reads none in them. With `fixed` the share alone decides.
     So it does by `division` in calls of more rows, which are not sent. In a step one expert of `parts` parts is divided
-    by them. A row of hidden states has `hidden` bytes, one
-    between the products `inner`.
+    by them. A row of hidden states has `hidden` bytes, one between the products `inner`.
     """
 
     count: int

@@ -22,7 +22,8 @@ inline void add_host_call(py::module_& library) {
       .def_property_readonly("work",
                              [](const ktc::HostCall& call) {
                                const ktc::HostWork work = call.work();
-                               return py::make_tuple(work.nanoseconds, work.amount, work.runs);
+                               return py::make_tuple(work.nanoseconds, work.amount, work.runs, work.squares,
+                                                     work.products);
                              })
       .def("rethrow", &ktc::HostCall::rethrow, py::arg("runs") = std::numeric_limits<std::int64_t>::max());
 }

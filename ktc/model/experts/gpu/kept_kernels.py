@@ -39,9 +39,9 @@ def split(
 ) -> tuple[Tensor, Tensor]:
     """Divide the chosen experts of a layer among GPU memory, bus and CPU: see `kept_split.split`.
 
-    Add each chosen expert to `counts` (E,) int32, and to `traffic` (4,) int64 how many units were read where, and
-    whether the CPU read any. `table` (E,) is int64, `share` (2,) int32; `packed` are the address of the layer's experts
-    and the bytes of each, multiples of 16.
+    Add each chosen expert to `counts` (E,) int32, and to `traffic` (3,) int64 how many units were read where. `table`
+    (E,) is int64, `share` (3,) int32; `packed` are the address of the layer's experts and the bytes of each, multiples
+    of 16.
     """
     addresses, left = index_TK.new_empty(index_TK.numel()), torch.empty_like(index_TK)
     with torch.cuda.device_of(index_TK):
@@ -136,6 +136,7 @@ def _split(
     parts = (units + step - 1) // step
     most, lead = misses * parts, tl.load(share + 1) * parts
     over_bus = tl.minimum((most + 1) * tl.load(share) + lead >> 16, most)  # `kept_split.over_bus`
+    over_bus = tl.where((most - over_bus) * 65536 < tl.load(share + 2) * parts, most, over_bus)
     whole, rest, order = over_bus // parts, over_bus % parts, tl.cumsum(missing, 0)
     taken = tl.where(order == whole + 1, rest, 0)
     sent = (missing == 1) & ((order <= whole) | (taken > 0))
@@ -151,7 +152,6 @@ def _split(
     tl.store(traffic, tl.load(traffic) + hits * units)
     tl.store(traffic + 1, tl.load(traffic + 1) + by_bus)
     tl.store(traffic + 2, tl.load(traffic + 2) + misses * units - by_bus)
-    tl.store(traffic + 3, tl.load(traffic + 3) + tl.where(most > over_bus, 1, 0))
 
 
 @triton.jit

@@ -34,11 +34,16 @@ Launch = Callable[[int, int], None]  # the addresses of a C function and of its 
 
 
 class CpuReads(NamedTuple):
-    """The bytes of experts that calls have read, their time, and how many they are."""
+    """The bytes of experts that calls have read, their time, and how many they are.
+
+    `squares` are the sum of squared bytes of a call, and `products` that of its bytes times its nanoseconds.
+    """
 
     nbytes: int = 0
     nanoseconds: int = 0
     calls: int = 0
+    squares: float = 0.0
+    products: float = 0.0
 
 
 class HostNodes:
@@ -107,13 +112,15 @@ class HostNodes:
     @property
     def reads(self) -> CpuReads:
         """The reads of partial calls so far, those of dropped ones included. Empty calls are not counted."""
-        nbytes, nanoseconds, calls = self._reads_before
+        nbytes, nanoseconds, calls, squares, products = self._reads_before
         for packed, call in self._partial:
-            work = call.work
-            nbytes += work.amount * packed.nbytes // (packed.sizes.num_experts * packed.sizes.intermediate)
+            work, units = call.work, packed.sizes.num_experts * packed.sizes.intermediate
+            nbytes += work.amount * packed.nbytes // units
             nanoseconds += work.nanoseconds
             calls += work.runs
-        return CpuReads(nbytes, nanoseconds, calls)
+            squares += work.squares * (packed.nbytes / units) ** 2
+            products += work.products * packed.nbytes / units
+        return CpuReads(nbytes, nanoseconds, calls, squares, products)
 
     def begin(self) -> None:
         """Take note that the captured calls come again: a replay begins."""

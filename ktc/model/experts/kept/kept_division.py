@@ -55,10 +55,19 @@ def even_over_bus(misses: float, rows: float, share: float, division: Division) 
     return misses * cost / (1 - share + cost) if cost else 0.0
 
 
-def lead_of(share: float, bus: float, nbytes: float) -> float:
+def lead_of(share: float, bus: float, nbytes: float, call: float = CALL) -> float:
     """Return by how many experts more the bus reads as many seconds as the CPU with a call, than by its share alone.
 
-    Experts have `nbytes`, `bus` is the speed of copies beside the CPU. With b and c the seconds of an expert there and
-    on the CPU, s of m experts end with the others at s * b = CALL + (m - s) * c, and the share is c / (b + c).
+    Experts have `nbytes`, `bus` is the speed of copies beside the CPU, `call` the seconds of a call. With b and c the
+    seconds of an expert there and on the CPU, s of m experts end with the others at s * b = call + (m - s) * c, and the
+    share is c / (b + c).
     """
-    return min(CALL * (1 - share) * bus / nbytes, _MOST_LEAD) if share > 0 else 0.0
+    return min(call * (1 - share) * bus / nbytes, _MOST_LEAD) if share > 0 else 0.0
+
+
+def least_of(share: float, bus: float, nbytes: float, call: float = CALL) -> float:
+    """Return how much of an expert the CPU reads at least, if anything: what the bus does in an eighth of a call.
+
+    An error of the measured time of a call up to that costs nothing.
+    """
+    return min(call / 8 * bus / nbytes, _MOST_LEAD) if share > 0 else 0.0

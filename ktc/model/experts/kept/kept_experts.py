@@ -24,10 +24,22 @@ from torch import Tensor
 
 from ktc.model.experts.host.page_lock import page_lock
 from ktc.model.experts.host.stream_copies import Arrival, Copies, Mark, copies_to
-from ktc.model.experts.kept.kept_division import lead_of
-from ktc.model.experts.kept.kept_policy import BESIDE, DECAY, Exchange, cpu_speed, exchanges, first_kept, next_share
+from ktc.model.experts.kept.kept_division import lead_of, least_of
+from ktc.model.experts.kept.kept_policy import (
+    BESIDE,
+    DECAY,
+    CallSums,
+    Exchange,
+    exchanges,
+    first_kept,
+    measured_line,
+    no_slower,
+    planned_line,
+    share_beside,
+)
 from ktc.model.experts.layouts.coded_matrices import CodedMatrices, addressed_codes
 from ktc.model.experts.layouts.packed import PackedExperts
+from ktc.model.experts.layouts.panel_codes import MOST_PARTS
 from ktc.model.experts.products.grouped_products import multiplies_codes
 from ktc.model.experts.products.packed_layout import PackedLayout
 from ktc.model.experts.references.kept_split import WHOLE_SHARE
@@ -112,6 +124,7 @@ def can_keep(packed: PackedExperts, device: torch.device) -> bool:
     """Return whether a device can multiply experts by their addresses, as they are packed."""
     fits = packed.num_nodes == 1 and packed.dtype == torch.bfloat16
     fits = fits and all(addressed_codes(panels) is not None for panels in packed.panels)
+    fits = fits and (packed.address | packed.nbytes // packed.sizes.num_experts) % MOST_PARTS == 0  # see `split`
     return fits and (device.type == "cpu" or multiplies_codes(device))
 
 
@@ -140,9 +153,9 @@ class KeptExperts:
         with torch.inference_mode(mode=False):  # steps within it and outside write to them
             self._memory = torch.empty(places, self._place_bytes, dtype=torch.uint8, device=device)
             self.table = torch.zeros(len(layers), most, dtype=torch.int64, device=device)
-            self.share = torch.zeros(2, dtype=torch.int32, device=device)  # and the lead
+            self.share = torch.zeros(3, dtype=torch.int32, device=device)  # and the lead, and the least
             self.counts = torch.zeros(len(layers), most, dtype=torch.int32, device=device)
-            self.traffic = torch.zeros(len(layers), 4, dtype=torch.int64, device=device)
+            self.traffic = torch.zeros(len(layers), 3, dtype=torch.int64, device=device)
             self._addresses = torch.zeros(len(layers), most, dtype=torch.int64)  # of the next step
             self._weights = torch.zeros(len(layers), most)  # decayed counts
             self._seen = torch.zeros(len(layers), most, dtype=torch.int32)
@@ -151,6 +164,8 @@ class KeptExperts:
         self._copies.keep(self._memory)
         self._bus_speed = self._copies.bus_speed(packed[0].packed) if locked else 0.0
         self._share = share if locked else 0.0
+        self._line = self._plan = planned_line(self._share, self._bus_speed)
+        self._calls = CallSums()
         self._share_out()
         self.layers = tuple(KeptLayer(self, number, *layer) for number, layer in enumerate(layers))
         self._places: dict[int, int] = {}  # by expert, those on their way included
@@ -279,7 +294,7 @@ class KeptExperts:
     def figures(self) -> KeptTraffic:
         """Return what all steps have read. Waits for the device."""
         units = torch.tensor([layer.layout.intermediate for layer in self.layers], dtype=torch.float64)
-        experts = self.traffic[:, :3].cpu() / units[:, None]
+        experts = self.traffic.cpu() / units[:, None]
         nbytes = _by_engine(experts * torch.tensor(self._nbytes, dtype=torch.float64)[:, None])
         return KeptTraffic(_by_engine(experts), {engine: round(amount) for engine, amount in nbytes.items()})
 
@@ -316,16 +331,23 @@ class KeptExperts:
         """Measure the CPU in the calls that have ended, and give the bus its share of the speed of both."""
         reads = {nodes: nodes.reads for nodes in self._reads_seen}
         pairs = [(after, self._reads_seen[nodes]) for nodes, after in reads.items()]
-        nbytes, nanoseconds, calls = (sum(now[at] - then[at] for now, then in pairs) for at in range(3))
+        nbytes, nanoseconds, calls, squares, products = (
+            sum(now[at] - then[at] for now, then in pairs) for at in range(5)
+        )
         self._reads_seen.update(reads)
-        if nbytes > 0 and nanoseconds > 0 and self._steps > 1:  # until then libraries set themselves up
-            self._share = next_share(self._share, self._bus_speed, cpu_speed(nbytes, 1e-9 * nanoseconds, calls))
+        if self._steps > 1:  # until then libraries set themselves up
+            new = CallSums(calls, nbytes, 1e-9 * nanoseconds, squares, 1e-9 * products)
+            self._calls = self._calls.followed_by(no_slower(new, self._plan))
+            self._line = measured_line(self._calls, self._plan, max(self._nbytes))
+            self._share = share_beside(self._line, self._bus_speed)
             self._share_out()
 
     def _share_out(self) -> None:
         """Let the next step divide experts by the present share. With `fixed`, nothing depends on a measurement."""
-        lead = 0.0 if self.fixed else lead_of(self._share, BESIDE * self._bus_speed, max(self._nbytes))
-        shares = torch.tensor([round(self._share * WHOLE_SHARE), round(lead * WHOLE_SHARE)], dtype=torch.int32)
+        about = self._share, BESIDE * self._bus_speed, max(self._nbytes), self._line.call
+        more = (0.0, 0.0) if self.fixed else (lead_of(*about), least_of(*about))
+        numbers = [round(number * WHOLE_SHARE) for number in (self._share, *more)]
+        shares = torch.tensor(numbers, dtype=torch.int32)
         self._enqueue(self.share, shares)
 
     def _enqueue(self, target: Tensor, values: Tensor) -> None:

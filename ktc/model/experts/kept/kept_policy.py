@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +16,12 @@ from ktc.model.experts.kept.kept_division import CALL
 
 DECAY: Final = 0.9  # of counts, each time that they are read
 _DEVIATIONS: Final = 4.0  # of the difference of two counts, by which a newcomer exceeds the other
+_FADE: Final = 0.5  # of sums over calls, at each look at them
+_IDLE: Final = 0.75  # the same without new calls
+_PLANNED: Final = 4.0  # calls of each size that the plan counts as
+_SLOWEST: Final = 30.0
+_LEAST_SHARE: Final = 0.02
+_LEAST_SLOPE: Final = 0.25  # of the plan's
 BESIDE: Final = 0.9  # of the bus's speed alone, beside the CPU's reads: 44 to 50 of 51 GB/s (an H100 and an H200)
 
 
@@ -62,18 +68,61 @@ def _first(values: Tensor, among: Tensor, most: int) -> list[int]:
     return cast("list[int]", numbers[order].tolist())
 
 
-def cpu_speed(nbytes: float, seconds: float, calls: int) -> float:
-    """Return the speed at which the CPU reads experts, from the time of calls that have read some.
+class CpuLine(NamedTuple):
+    """The time of a call of the CPU: `call` seconds, and `per_byte` seconds for each byte of experts that it reads."""
 
-    `CALL` is no more than half of a call: it was measured on one machine.
+    call: float
+    per_byte: float
+
+
+class CallSums(NamedTuple):
+    """Sums over calls: their number, bytes, seconds, bytes squared, and bytes times seconds. Later ones weigh more."""
+
+    calls: float = 0.0
+    nbytes: float = 0.0
+    seconds: float = 0.0
+    squares: float = 0.0
+    products: float = 0.0
+
+    def followed_by(self, new: CallSums) -> CallSums:
+        """Return these sums with those of the last steps. Without new calls they fade too, but more slowly."""
+        fade = _FADE if new.calls else _IDLE
+        return CallSums(*(fade * old + more for old, more in zip(self, new, strict=True)))
+
+
+def no_slower(sums: CallSums, plan: CpuLine) -> CallSums:
+    """Return sums whose calls take at most `_SLOWEST` times as long as planned.
+
+    First calls read weights from a disk, or wake threads that do not exist yet: one may take a second.
     """
-    return nbytes / max(seconds - CALL * calls, seconds / 2)
+    most = _SLOWEST * (sums.calls * plan.call + sums.nbytes * plan.per_byte)
+    factor = min(1.0, most / sums.seconds) if sums.seconds > 0 else 1.0
+    return sums._replace(seconds=factor * sums.seconds, products=factor * sums.products)
 
 
-def next_share(share: float, bus: float, cpu: float) -> float:
-    """Return the bus's share of the speed of bus and CPU, after another measurement: half of the way from `share`.
+def planned_line(share: float, bus: float) -> CpuLine:
+    """Return the line of a CPU beside which the bus, with copies of this speed alone, has this share."""
+    known = min(max(share, _LEAST_SHARE), 1 - _LEAST_SHARE)
+    return CpuLine(CALL, known / (1 - known) / (BESIDE * bus) if bus > 0 else 0.0)
 
-    `bus` is the speed of copies alone, 0 if the bus is not used, and `cpu` that of the CPU's reads in steps, beside it.
+
+def measured_line(sums: CallSums, plan: CpuLine, nbytes: float) -> CpuLine:
+    """Return the line of least squares through measured calls and a few calls as planned, of 0 and `nbytes` bytes.
+
+    A speed alone would not do. Calls that take longer than planned would count as slow reads, the more so the less they
+    read, and a CPU that gets less for it would end with nothing. Where the CPU has read nothing for a while, the
+    planned calls weigh more, so it gets something again, and a busy minute does not last.
     """
-    at_once = BESIDE * bus
-    return (share + at_once / (at_once + cpu)) / 2 if bus > 0 else 0.0
+    for size in (0.0, nbytes):
+        seconds = plan.call + size * plan.per_byte
+        more = (1.0, size, seconds, size**2, size * seconds)
+        sums = CallSums(*(value + _PLANNED * of_one for value, of_one in zip(sums, more, strict=True)))
+    count, size, seconds = sums.calls, sums.nbytes / sums.calls, sums.seconds / sums.calls
+    slope = (sums.products / count - size * seconds) / (sums.squares / count - size**2)
+    per_byte = min(max(slope, plan.per_byte * _LEAST_SLOPE), seconds / size)
+    return CpuLine(seconds - size * per_byte, per_byte)
+
+
+def share_beside(line: CpuLine, bus: float) -> float:
+    """Return the bus's share of the speed of bus and CPU; 0 if copies have no speed, since none are made."""
+    return line.per_byte / (line.per_byte + 1 / (BESIDE * bus)) if bus > 0 else 0.0

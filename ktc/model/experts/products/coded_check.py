@@ -126,9 +126,9 @@ def _check_activations(panels: Panels, device: torch.device) -> None:
 def _chosen(split: Callable[..., tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
     """Return all results of a split of three choices, of which one is kept and the bus reads one and a part."""
     table = torch.tensor([0, 96, 0, 0], device=device)
-    share = torch.tensor([WHOLE_SHARE // 2, WHOLE_SHARE // 8], dtype=torch.int32, device=device)
+    share = torch.tensor([WHOLE_SHARE // 2, WHOLE_SHARE // 8, WHOLE_SHARE // 8], dtype=torch.int32, device=device)
     counts = torch.zeros(4, dtype=torch.int32, device=device)
-    traffic = torch.zeros(4, dtype=torch.int64, device=device)
+    traffic = torch.zeros(3, dtype=torch.int64, device=device)
     results = split(torch.tensor([[3, 1, 0]], device=device), table, share, counts, traffic, (64, 32), Cuts(90, 32))
     values = torch.cat([of_split.flatten().long() for of_split in (*results, counts, traffic)])
     return torch.cat([values & 0xFFFF, values >> FIRST_UNIT])

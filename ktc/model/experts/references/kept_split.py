@@ -32,8 +32,8 @@ def split(
     the host's packed bytes. Returned are the addresses of the choices, 0 for the CPU's, and the choices with
     `COMPUTED_ELSEWHERE` in the place of those that have an address. The address of a divided expert has the number of
     its first parts that the GPU computes in its lowest bits, and its choices the unit after them from bit `FIRST_UNIT`
-    on. Numbers of missing experts stay invalid. `share` (2,) has the share and the lead. See `kept_kernels.split` for
-    the others.
+    on. Numbers of missing experts stay invalid. `share` (3,) has the share, the lead and the least. See
+    `kept_kernels.split` for the others.
     """
     host, nbytes = packed
     experts = torch.arange(len(table), device=table.device)
@@ -41,7 +41,7 @@ def split(
     chosen = is_of.any(0)
     missing = chosen & (table == 0)
     misses, order = missing.sum(), missing.cumsum(0)
-    parts = over_bus(misses, share[0], share[1], cuts.parts)
+    parts = over_bus(misses, share, cuts.parts)
     whole, rest = parts // cuts.parts, parts % cuts.parts
     taken = torch.where(order <= whole, 0, torch.where(order == whole + 1, rest, 0))
     places = torch.where(missing & ((order <= whole) | (taken > 0)), host + experts * nbytes + taken, table)
@@ -53,18 +53,21 @@ def split(
     counts += chosen.to(counts.dtype)
     sent, all_units = whole * cuts.units + rest * cuts.step, misses * cuts.units
     hits = (chosen.sum() - misses) * cuts.units
-    traffic += torch.stack((hits, sent, all_units - sent, (all_units > sent).to(misses.dtype)))
+    traffic += torch.stack((hits, sent, all_units - sent))
     return addresses, left
 
 
-def over_bus(misses: Tensor, share: Tensor, lead: Tensor, parts: int = 1) -> Tensor:
+def over_bus(misses: Tensor, share: Tensor, parts: int = 1) -> Tensor:
     """Return how many parts of some experts the bus reads, by its share (of `WHOLE_SHARE`) of the speed of bus and CPU.
 
-    An expert has `parts` parts. `lead` (in `WHOLE_SHARE` of an expert) is what the bus reads by the time in which a
-    call of the CPU reads nothing: see `kept_division.lead_of`. So few experts are the bus' alone where a call costs the
-    CPU more than they do.
+    An expert has `parts` parts. `share` (3,) has two more numbers in `WHOLE_SHARE` of an expert. The lead is what the
+    bus reads by the time in which a call of the CPU reads nothing: see `kept_division.lead_of`. So few experts are the
+    bus' alone where a call costs the CPU more than they do. The CPU reads nothing where it would read less than the
+    least (`kept_division.least_of`).
 
     Whichever of both ends last ends earliest with this number. The nearest one to the share would give a slow bus one
     whole expert too many: three of six at 0.42, which take it a sixth longer than four take the CPU.
     """
-    return torch.minimum((misses * parts + 1) * share + lead * parts >> 16, misses * parts)
+    most = misses * parts
+    sent = torch.minimum((most + 1) * share[0] + share[1] * parts >> 16, most)
+    return torch.where((most - sent) * WHOLE_SHARE < share[2] * parts, most, sent)

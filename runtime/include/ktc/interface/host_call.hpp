@@ -10,11 +10,15 @@
 
 namespace ktc {
 
-// The runs of a call that computed something, and their time.
+// The runs of a call that computed something, their time and their amounts; sums of squared amounts, and of amounts
+// times their time, which separate the cost of a run from that of its amount. A run that took far longer than those
+// before it counts with less: another process had its core.
 struct HostWork {
   std::int64_t nanoseconds = 0;
   std::int64_t amount = 0;
   std::int64_t runs = 0;
+  double squares = 0;
+  double products = 0;
 };
 
 // The kernel, the engine and every pointer in the arguments must outlive the programs and graphs that hold the call.
@@ -52,6 +56,7 @@ class HostCall {
   std::vector<Thrown> thrown_;
   std::int64_t ended_ = 0;  // runs
   HostWork work_;
+  std::int64_t usual_ = 0;  // nanoseconds of the last runs
 };
 
 }  // namespace ktc

@@ -36,6 +36,7 @@ const Test work("host_call: runs without anything to compute are not in its work
   HostCall call([] {}, [&] { return amount; });
   for (amount = 0; amount < 3; ++amount) HostCall::run(&call);
   CHECK(call.work().amount == 3 && call.work().runs == 2 && call.work().nanoseconds >= 0);
+  CHECK(call.work().squares == 5 && call.work().products >= 0);
   HostCall other([] {});
   HostCall::run(&other);
   CHECK(other.work().amount == 1 && other.work().runs == 1);
