@@ -120,8 +120,8 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def in_one_call(group: Any) -> Generator[None]:
     """Send the `all_reduce` calls inside the context, of one dtype and one operation, as one call of a group.
 
-    `dist.all_reduce_coalesced` is deprecated, and its message names this context. After an error torch would go on
-    noting calls of the group, and send none.
+    `dist.all_reduce_coalesced` is deprecated, and its message names this context. After an error torch would
+    continue to note calls of the group, and send none.
     """
     inner = cast("Any", dist).distributed_c10d
     try:
