@@ -106,7 +106,8 @@ def steps_as_its_class(optimizer: torch.optim.Optimizer) -> bool:
     kinds = [getattr(inner, f"_global_optimizer_{kind}_hooks", {}) for kind in ("pre", "post")]
     kinds += [names.get(f"_optimizer_step_{kind}_hooks", {}) for kind in ("pre", "post")]
     hooks = [hook for kind in kinds for hook in kind.values()]
-    return (step is None or hasattr(step, "_wrapped_by_lr_sched")) and {*map(package_of, hooks)} <= {"ktc"}
+    counted = hasattr(step, "_wrapped_by_lr_sched") and getattr(step, "__wrapped__", None) is type(optimizer).step
+    return (step is None or counted) and {*map(package_of, hooks)} <= {"ktc"}
 
 
 # torch: processes -----------------------------------------------------------------------------------------------------
@@ -119,8 +120,8 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def in_one_call(group: Any) -> Generator[None]:
     """Send the `all_reduce` calls inside the context, of one dtype and one operation, as one call of a group.
 
-    `dist.all_reduce_coalesced` is deprecated, and its message names this context. After an error torch would go on
-    noting calls of the group, and send none.
+    `dist.all_reduce_coalesced` is deprecated, and its message names this context. After an error torch would
+    continue to note calls of the group, and send none.
     """
     inner = cast("Any", dist).distributed_c10d
     try:
