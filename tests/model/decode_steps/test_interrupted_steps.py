@@ -98,6 +98,22 @@ def test_the_calls_of_the_replay_before_are_answered_first() -> None:
     assert before == [4] and nodes.expected == 0
 
 
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
+def test_the_calls_of_the_replay_before_one_that_could_not_be_launched_are_answered(error: type[Exception]) -> None:
+    nodes, before = _Nodes(), list[int]()
+    nodes.begin()  # for the replay before
+    with pytest.raises(error):
+        with_calls(_Waits(error), nodes, lambda: before.append(nodes.expected))  # type: ignore[arg-type]
+    assert before == [4] and nodes.expected == 0
+
+    def lost() -> None:
+        raise ValueError("the GPU is lost")
+
+    with pytest.raises(ValueError, match="lost"):
+        with_calls(_Waits(error), nodes, lost)  # type: ignore[arg-type]
+    assert nodes.expected == 0
+
+
 def _begun_and_interrupted(nodes: _Nodes) -> Callable[[], None]:
     def begin() -> None:
         nodes.expected += 2
@@ -126,7 +142,7 @@ def test_a_model_waits_for_a_step_that_interrupts_have_left() -> None:
 @pytest.mark.parametrize(("error", "ended"), [(_Interrupt, 1), (MemoryError, 0)])
 def test_a_batch_waits_again_after_an_interrupt_alone(error: type[BaseException], ended: int) -> None:
     batch, wait = RowBatch(ModelRunner(with_graphs("qwen3_moe"))), _Waits(error)
-    batch._wait = wait
+    batch._under_way.append(PendingStep(wait))
     with pytest.raises(error):
         batch.finish()
     assert batch.clear() == []

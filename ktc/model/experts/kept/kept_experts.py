@@ -39,6 +39,7 @@ from ktc.model.experts.kept.kept_policy import (
 )
 from ktc.model.experts.layouts.coded_matrices import CodedMatrices, addressed_codes
 from ktc.model.experts.layouts.packed import PackedExperts
+from ktc.model.experts.layouts.panel_codes import MOST_PARTS
 from ktc.model.experts.products.grouped_products import multiplies_codes
 from ktc.model.experts.products.packed_layout import PackedLayout
 from ktc.model.experts.references.kept_split import WHOLE_SHARE
@@ -123,6 +124,7 @@ def can_keep(packed: PackedExperts, device: torch.device) -> bool:
     """Return whether a device can multiply experts by their addresses, as they are packed."""
     fits = packed.num_nodes == 1 and packed.dtype == torch.bfloat16
     fits = fits and all(addressed_codes(panels) is not None for panels in packed.panels)
+    fits = fits and (packed.address | packed.nbytes // packed.sizes.num_experts) % MOST_PARTS == 0  # see `split`
     return fits and (device.type == "cpu" or multiplies_codes(device))
 
 
