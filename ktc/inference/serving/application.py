@@ -10,7 +10,7 @@ import inspect
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -130,9 +130,17 @@ def _application(
     app.add_exception_handler(HTTPException, refuse)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_middleware(CancelOnDisconnect)
-    methods = {route.path: route.methods for route in app.router.routes}
+    methods = methods_of(app.router.routes)
     app.add_middleware(Guard, gate=gate, requests=requests, methods=methods)  # outside of the others
     return app
+
+
+def methods_of(routes: Iterable[Any]) -> dict[str, frozenset[str]]:
+    """Return the methods of each path, of all of its routes."""
+    methods = dict[str, frozenset[str]]()
+    for route in routes:
+        methods[route.path] = methods.get(route.path, frozenset()) | frozenset(getattr(route, "methods", None) or ())
+    return methods
 
 
 def _is_more_than_a_request(record: logging.LogRecord) -> bool:

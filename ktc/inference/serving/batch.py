@@ -22,6 +22,7 @@ from ktc.inference.serving.model_runner import ModelRunner
 from ktc.inference.serving.pages import PagePool
 from ktc.inference.serving.row_cache import CachedRow, RowCache
 from ktc.inference.serving.row_memory import STANDING, RowMemory, unfit_row
+from ktc.model.decode_steps.device_feed import sent
 from ktc.model.decode_steps.step_ahead import PendingStep
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class RowBatch:
         if self._graphs is not None:
             self._rows = RowMemory(most, standing, self._graphs.indexed)
         self._is_kept = self._graphs is not None
+        self._begun_rows: tuple[Generation, ...] = ()  # of the last step
         self._under_way = deque[PendingStep]()  # the earliest one first
         self._ahead: BegunStep | Exception | None = None  # the last of them, or why it did not begin
 
@@ -121,20 +123,29 @@ class RowBatch:
     def step(self) -> BegunStep:
         """Return the step that was begun ahead; otherwise begin one, which reads the last token of every sequence.
 
-        Raises why a step could not begin.
+        Rows that have left since are not in it. Raises why a step could not begin.
         """
         ahead, self._ahead = self._ahead, None
         if isinstance(ahead, Exception):
             raise ahead
-        return ahead or BegunStep(tuple(self.running), self._begun())
+        if ahead is None:
+            self._begun_rows = tuple(self.running)
+            return BegunStep(self._begun_rows, self._begun())
+        running = set(self.running)
+        left = [at for at, generation in enumerate(ahead.rows) if generation in running]
+        if len(left) == len(ahead.rows):
+            return ahead
+        places = sent(torch.tensor(left, device="cpu"), ahead.logits.device)
+        return BegunStep(tuple(ahead.rows[at] for at in left), ahead.logits.index_select(0, places))
 
     @property
     def is_ahead(self) -> bool:
         """Whether a step was begun ahead."""
         return self._ahead is not None
 
-    def may_step_ahead(self, step: BegunStep) -> bool:
-        """Return whether the next step can begin before the host has the tokens of `step`, the last one.
+    @property
+    def may_step_ahead(self) -> bool:
+        """Whether the next step can begin before the host has the tokens of the last one.
 
         It is a replay for the same rows, of which none is known to end. Where a token ends one, the step computes a
         position too much.
@@ -142,7 +153,7 @@ class RowBatch:
         rows = self._rows
         if self._graphs is None or not isinstance(rows, RowMemory) or not self._graphs.goes_ahead:
             return False
-        if step.rows != tuple(self.running) or any(generation.is_at_limit for generation in step.rows):
+        if self._begun_rows != tuple(self.running) or any(generation.is_at_limit for generation in self.running):
             return False
         return rows.has_column and self._graphs.is_ready(rows)
 
@@ -188,7 +199,7 @@ class RowBatch:
 
     def _settle(self) -> None:
         """Wait for all steps, which no sequence needs: a GPU calls functions of theirs, whose memory is released."""
-        self._ahead = None
+        self._ahead, self._begun_rows = None, ()
         while self._under_way:
             try:
                 self.finish()

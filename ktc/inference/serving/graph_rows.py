@@ -25,11 +25,10 @@ from ktc.foundation.memory_faults import memory_fault
 from ktc.inference.serving.row_memory import RowMemory, RowPlaces
 from ktc.model.attention.sparse import Sparse, indexed_layers, unindexed
 from ktc.model.attention.step_index import IndexedLayer
-from ktc.model.decode_steps.cuda_graph import DecodeGraphs, StepRecorder, layer_name, record_step
+from ktc.model.decode_steps.cuda_graph import DecodeGraphs, StepRecorder, reason_of, record_step
 from ktc.model.decode_steps.device_feed import feed
 from ktc.model.decode_steps.graph_replay import Compute, Replay, Wait
 from ktc.model.decode_steps.model_state import foreign_hook
-from ktc.model.experts.host.host_node import HostNodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,6 @@ class _Step:
     inputs: dict[str, Tensor]
     output: Any
     replay: Replay
-    nodes: HostNodes | None
     is_captured: bool
 
 
@@ -119,21 +117,12 @@ class GraphRows:
 
     def _begun(self, step: _Step, rows: int) -> tuple[Tensor, Wait]:
         """Begin a replay for what the inputs hold, and return its logits and a function that waits."""
-        done = step.replay()
-        number = None if step.nodes is None else step.nodes.begun  # the next step may begin before the end of this one
-
-        def wait() -> None:
-            try:
-                done()
-            finally:  # an error of the GPU may be a consequence of theirs
-                if step.nodes is not None:
-                    step.nodes.check(lambda packed: layer_name(self._model, packed), number)
-
+        wait = step.replay()
         logits = cast("Tensor", step.output.logits)[:rows, -1]
         try:
             return logits.to(torch.float32, copy=True), wait  # the next step writes to the same address
         except BaseException:
-            done()
+            wait()
             raise
 
     def missing(self, memory: RowMemory) -> int:
@@ -188,7 +177,7 @@ class GraphRows:
         except Exception as error:  # of code that cannot be captured, which raises anything
             if memory_fault(error) is not None:
                 raise
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            reason = reason_of(error)
             if not self._has_captured:
                 self.refuse(reason)
                 return None
@@ -203,7 +192,7 @@ class GraphRows:
     def _record(self, places: RowPlaces, given: dict[str, Tensor], recorder: StepRecorder) -> _Step:
         example = {name: value.to(places.position.device) for name, value in given.items()}
         recorded = record_step(self._model, places, example, recorder, {"attention_mask": places.present})
-        return _Step(places, *recorded, is_captured=recorder is self._graphs.recorder)
+        return _Step(places, *recorded[:3], is_captured=recorder is self._graphs.recorder)
 
 
 def _unfit_model(model: PreTrainedModel, device: str) -> str:

@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 
 from ktc.inference.serving.row_cache import RowCache
 from ktc.inference.serving.row_layers import PagedStepLayer
-from ktc.model.decode_steps.cuda_graph import DecodeGraphs, record_step
+from ktc.model.decode_steps.cuda_graph import DecodeGraphs, reason_of, record_step
 from ktc.model.decode_steps.graph_replay import Replay
 from ktc.model.decode_steps.model_state import foreign_hook
 
@@ -117,7 +117,7 @@ class NativeRows:
             all_seen = {"attention_mask": torch.ones((number, rows.table.columns), dtype=torch.int64)}
             inputs, output, replay, _ = record_step(self._model, places, given, self._graphs.recorder, all_seen)
         except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # of code not made for programs
-            self._refuse(str(error).strip().partition("\n")[0] or type(error).__name__)
+            self._refuse(reason_of(error))
             return None
         self._steps[number] = _Step(places, inputs, output, replay)
         return self._steps[number]

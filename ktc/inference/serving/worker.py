@@ -7,7 +7,7 @@ Where steps are CUDA graphs, the pass of a prompt gives way between two layers: 
 there, so no answer waits for the whole pass. Events of such steps are emitted when the next step has begun, so that
 their receivers work while the GPU does.
 The next step of a batch begins before the host has the tokens of the last one, which the device reads itself
-(`_may_step_ahead`). They are read before anything else happens to the batch than a row that leaves it.
+(`RowBatch.step_ahead`). They are read before anything else happens to the batch than a row that leaves it.
 """
 
 from __future__ import annotations
@@ -311,7 +311,7 @@ class Worker:
         try:
             step = batch.step()
             choice = Choice.begin(step.rows, step.logits)
-            if goes_ahead and isinstance(batch, RowBatch) and batch.may_step_ahead(step):
+            if goes_ahead and isinstance(batch, RowBatch) and batch.may_step_ahead:
                 batch.step_ahead(choice.tokens)
             self.flush()  # the events of the step before
             tokens = choice.read(batch.finish)

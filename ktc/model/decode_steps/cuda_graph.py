@@ -127,7 +127,7 @@ class DecodeGraphs:
             if ahead is not None:
                 ahead.begun = None
             if isinstance(captured, CapturedStep):
-                output, step = captured.begin(model, inputs)
+                output, step = captured.begin(inputs)
                 if ahead is None:
                     step.finish()
                 else:
@@ -137,7 +137,7 @@ class DecodeGraphs:
         self.tell(captured)
         return model(**inputs)
 
-    def again(self, model: PreTrainedModel, begun: Begun, ahead: StepAhead) -> PendingStep | None:
+    def again(self, begun: Begun, ahead: StepAhead) -> PendingStep | None:
         """Begin the step that `begun` again, for what its inputs hold by now. The last one may be under way.
 
         None where the memory of the step is no longer that of the cache. The caller looks for room, and shows the
@@ -150,7 +150,7 @@ class DecodeGraphs:
             memory, cache = captured.memory, inputs[CACHE]
             if self._steps.get(id(memory)) is not captured or not memory.is_used_by(cache):
                 return None
-            step = self._last = ahead.last = PendingStep(captured.replayed(model))
+            step = self._last = ahead.last = PendingStep(captured.replay())
             return step
 
     def clear(self) -> None:
@@ -202,7 +202,7 @@ class DecodeGraphs:
                 self._steps[id(memory)] = capture(model, memory, inputs, self.recorder)
             return self._steps[id(memory)]
         except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # of code that cannot be captured
-            reason = _reason_of(error)
+            reason = reason_of(error)
             self._memories.clear()
             self._steps.clear()
             # pinned memory has a RuntimeError with these words
@@ -263,7 +263,7 @@ class DecodeGraphs:
             log.warning("%s", render([Diagnostic(self.recorder.code, message, hint=hint, severity="warning")]))
 
 
-def _reason_of(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """Return the first line of an error. The end of a capture reports that an error came before: that one counts."""
     while error.__context__ is not None and _BROKEN in str(error):
         error = error.__context__
@@ -308,7 +308,7 @@ class CapturedStep:
     replay: Replay
     nodes: HostNodes | None
 
-    def begin(self, model: PreTrainedModel, inputs: Inputs) -> tuple[Any, PendingStep]:
+    def begin(self, inputs: Inputs) -> tuple[Any, PendingStep]:
         """Begin the step for `inputs`, whose cache the memory holds. The output is there when the step is done."""
         cache: DynamicCache = inputs[CACHE]
         length, batch = length_of(cache), inputs["input_ids"].shape[0]
@@ -317,7 +317,7 @@ class CapturedStep:
         self.memory.encode(values["attention_mask"], length)
         for name, value in values.items():
             self.inputs[name].copy_(value)
-        replayed = self.replayed(model)
+        replayed = self.replay()
 
         def end() -> None:
             try:
@@ -338,20 +338,6 @@ class CapturedStep:
             raise
         return type(self.output)(logits=logits, past_key_values=cache), step
 
-    def replayed(self, model: PreTrainedModel) -> Wait:
-        """Begin a replay. The function that this returns waits until it is done, and raises its errors."""
-        wait = self.replay()
-        number = None if self.nodes is None else self.nodes.begun  # another replay may begin before the end of this one
-
-        def end() -> None:
-            try:
-                wait()
-            finally:  # an error of the GPU may be a consequence of theirs
-                if self.nodes is not None:
-                    self.nodes.check(lambda packed: layer_name(model, packed), number)
-
-        return end
-
 
 def capture(model: PreTrainedModel, memory: StepMemory, inputs: Inputs, recorder: StepRecorder) -> CapturedStep:
     """Record a step of `model` on a memory that holds the cache of `inputs`.
@@ -368,7 +354,8 @@ def record_step(
     """Record a step of `model` that reads ids, positions and present columns like those of `example`, of all rows.
 
     Inputs that are `constant` are the same in all steps. Return the inputs that the step reads, the output that it
-    writes, a function that repeats it, and its host nodes. Raises as `capture`.
+    writes, a function that repeats it, and its host nodes. Who waits for a repetition gets the errors of its experts.
+    Raises as `capture`.
     """
     with torch.inference_mode(mode=False):  # later steps write to them, perhaps outside of it
         inputs = {name: value.clone() for name, value in example.items()}
@@ -394,10 +381,25 @@ def record_step(
         nonlocal last
         for store in stores:
             store.advance()
-        last = replay() if nodes is None else with_calls(replay, nodes, last)
-        return last
+        if nodes is None:
+            return replay()
+        last = with_calls(replay, nodes, last)
+        return _with_errors(last, nodes, model)
 
     return inputs, output, advanced, nodes
+
+
+def _with_errors(wait: Wait, nodes: HostNodes, model: nn.Module) -> Wait:
+    """Return a function that waits for the last replay, and raises the errors of its experts."""
+    number = nodes.begun  # another replay may begin before the end of this one
+
+    def waited() -> None:
+        try:
+            wait()
+        finally:  # an error of the GPU may be a consequence of theirs
+            nodes.check(lambda packed: layer_name(model, packed), number)
+
+    return waited
 
 
 def step_inputs(memory: StepMemory, inputs: Mapping[str, Any]) -> Inputs:

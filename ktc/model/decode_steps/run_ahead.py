@@ -136,7 +136,7 @@ class RunAhead:
             return None
         feed(captured.inputs, self._tokens)
         captured.memory.position.add_(1)
-        step = self._graphs.again(self._model, self._begun, self._ahead)
+        step = self._graphs.again(self._begun, self._ahead)
         if step is None:
             return None
         self._under_way.append(step)

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from running_servers import served
@@ -422,3 +423,10 @@ def test_an_interrupt_ends_the_server_with_130(compiled: Path) -> None:
             break
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 130
+
+
+def test_a_path_has_the_methods_of_all_of_its_routes() -> None:
+    from ktc.inference.serving.application import methods_of
+
+    routes = [Mock(path="/a", methods={"GET"}), Mock(path="/b", spec=["path"]), Mock(path="/a", methods={"POST"})]
+    assert methods_of(routes) == {"/a": {"GET", "POST"}, "/b": set()}

@@ -10,23 +10,25 @@ import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 from engine_answers import FAMILIES, PROMPTS, Served, config_of
 from graph_row_engines import DEVICE, by_itself, graphs_here, with_graphs
+from recorded_steps import LastMoment, call_at_once
 from torch import Tensor
 
-from ktc.inference.serving import generation, graph_rows, row_memory
+from ktc.inference.serving import generation, row_memory
 from ktc.inference.serving.batch import RowBatch
 from ktc.inference.serving.engine import Engine
 from ktc.inference.serving.graph_rows import GraphRows
 from ktc.inference.serving.model_runner import ModelRunner
 from ktc.inference.serving.request import Event, Limits, Request
 from ktc.inference.serving.worker import Worker
+from ktc.model.decode_steps import cuda_graph
 from ktc.model.decode_steps.cuda_graph import DecodeGraphs, StepRecorder
 from ktc.model.decode_steps.device_feed import HostCopy, feed
+from ktc.model.experts.host.host_node import HostNodes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -34,13 +36,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 class Steps:
     """Records steps, and logs their begins and waits, and the passes of prompts."""
 
-    def __init__(self, model: Any, monkeypatch: pytest.MonkeyPatch, *, ahead: bool = True) -> None:
+    def __init__(self, model: Any, monkeypatch: pytest.MonkeyPatch, *, ahead: bool, launch: Any) -> None:
         self.log: list[str] = []
         self.fails: set[int] = set()  # numbers of the waits that raise
         self.model = copy.copy(model)
-        self.model.decode_graphs = DecodeGraphs(
-            StepRecorder(self._record, torch.device(DEVICE).type, None, ahead=ahead)
-        )
+        recorder = StepRecorder(self._record, torch.device(DEVICE).type, launch, LastMoment, ahead=ahead)
+        self.model.decode_graphs = DecodeGraphs(recorder)
         logits = ModelRunner.logits
 
         def read(runner: ModelRunner, *given: Any) -> Tensor:
@@ -90,8 +91,8 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Serve a model; the engine is stopped at the end."""
     running = list[Engine]()
 
-    def served(model: Any, *, ahead: bool = True, **limits: Any) -> tuple[Steps, Served]:
-        steps = Steps(model, monkeypatch, ahead=ahead)
+    def served(model: Any, *, ahead: bool = True, launch: Any = None, **limits: Any) -> tuple[Steps, Served]:
+        steps = Steps(model, monkeypatch, ahead=ahead, launch=launch)
         found = steps.served(**limits)
         running.append(found.engine)
         return steps, found
@@ -184,13 +185,14 @@ def test_stop_texts_end_answers(model: Any, serve: Any, monkeypatch: pytest.Monk
 class EvenTokens:
     """A grammar of which every other token is an even one, and which ends with the ninth."""
 
-    def __init__(self) -> None:
-        self.added = 0
+    def __init__(self, late: list[int]) -> None:
+        self.added, self.late = 0, late
 
     def start(self) -> EvenTokens:
-        return EvenTokens()
+        return EvenTokens(self.late)
 
     def masked(self, logits: Tensor) -> Tensor:
+        self.late += [self.added] * self.is_complete
         even = torch.arange(logits.shape[-1], device=logits.device) % 2 == 0
         return logits.masked_fill(even if self.added % 2 else ~even, float("-inf"))
 
@@ -204,16 +206,17 @@ class EvenTokens:
 
 
 def test_grammars_follow_their_answers(model: Any, serve: Any) -> None:
-    found = list[list[list[int]]]()
+    found, late = list[list[list[int]]](), list[int]()
     config = config_of(model)
     for ahead in (False, True):
         steps, served = serve(model, ahead=ahead)
-        grammar: Any = EvenTokens()
+        grammar: Any = EvenTokens(late)
         for at, prompt in enumerate(PROMPTS):
             served.ask(str(at), prompt, 12, config, grammar=grammar if at % 2 else None)
         found.append([served.answers.wait(str(at))[0] for at in range(len(PROMPTS))])
         assert ("begin begin" in " ".join(steps.log)) == ahead
     assert found[0] == found[1] and {len(tokens) for tokens in found[0]} == {9, 12}
+    assert not late, "rows that have ended are asked for tokens"
 
 
 def test_the_prefix_cache_has_no_position_of_a_surplus_step(family: Any, serve: Any) -> None:
@@ -231,7 +234,8 @@ def test_the_prefix_cache_has_no_position_of_a_surplus_step(family: Any, serve: 
         answer = served.answers.wait("0")[0]
         assert answer[-1] == end
         served.answers.wait("beside")
-        rows.append(max(served.engine._worker.prefixes._entries, key=lambda entry: prompt == tuple(entry.tokens[:24])))
+        entries: Any = served.engine.change(lambda served=served: list(served.engine._worker.prefixes._entries))
+        rows.append(max(entries, key=lambda entry: prompt == tuple(entry.tokens[:24])))
         before, longer = served.engine.num_cached_tokens, (*prompt, *answer, 9)
         config = config_of(family)
         served.ask("longer", longer, 5, config)
@@ -499,19 +503,34 @@ def test_further_rows_of_a_step_repeat_the_first() -> None:
     assert inputs["position_ids"][:, 0].tolist() == [8, 4, 8, 8]
 
 
-def test_errors_of_experts_are_asked_for_by_the_number_of_the_step(model: Any) -> None:
-    nodes = Mock(begun=6)
+def test_errors_of_experts_are_asked_for_by_the_number_of_the_step(
+    model: Any, serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = list[int | None]()
+    monkeypatch.setattr(HostNodes, "check", lambda _, name_of, number=None: numbers.append(number))
+    steps, served = serve(model, launch=call_at_once)
+    del numbers[:]
+    served.ask("0", PROMPTS[0], 7, config_of(model))
+    served.answers.wait("0")
+    served.engine.stop()
+    first = numbers[0]
+    assert first is not None and numbers == list(range(first, first + 6))
+    assert steps.log.count("begin") == 6
 
-    def replay() -> Callable[[], None]:
-        nodes.begun += 1
-        return lambda: None
 
-    rows = GraphRows(model, graphs_here())
-    step = graph_rows._Step(Mock(), {}, Mock(logits=torch.zeros(1, 1, 3)), replay, nodes, is_captured=True)
-    first, second = (rows._begun(step, 1)[1] for _ in range(2))
-    first()
-    second()
-    assert [call.args[1] for call in nodes.check.call_args_list] == [7, 8]
+def test_the_reason_against_a_capture_is_that_of_its_first_error(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def failing(*_: Any) -> Any:
+        try:
+            raise ValueError("it waits for the GPU")
+        except ValueError:
+            raise RuntimeError(f"CUDA error: {cuda_graph._BROKEN}")  # noqa: B904 - as the end of a capture does
+
+    other = copy.copy(model)
+    other.decode_graphs = DecodeGraphs(StepRecorder(failing, torch.device(DEVICE).type, None))
+    with Served(other, Limits()) as served:
+        served.ask("0", PROMPTS[0], 4, config_of(model))
+        served.answers.wait("0")
+    assert "it waits for the GPU (in running batches)" in caplog.text
 
 
 def test_a_request_knows_its_last_token(model: Any) -> None:
