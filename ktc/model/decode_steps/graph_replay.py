@@ -85,18 +85,18 @@ def with_calls(replay: Replay, nodes: HostNodes, before: Wait | None = None) -> 
     """Begin a replay whose calls of experts are expected. After an error of the GPU none is any more.
 
     After an interrupt of the wait, the GPU still requests them: it is raised when the step is done, unless another one
-    comes. One that comes before the replay has begun is raised when the replay `before` it is done.
+    comes. An error or interrupt before the replay has begun is raised when the replay `before` it is done, since the
+    GPU still requests that one's calls.
     """
     try:
         nodes.begin()
         wait = replay()
-    except Exception:
-        nodes.dismiss()
-        raise
     except BaseException:
-        if before is not None:
-            before()
-        nodes.dismiss()
+        try:
+            if before is not None:
+                before()
+        finally:
+            nodes.dismiss()
         raise
 
     def until_done() -> None:

@@ -23,7 +23,7 @@ from ktc.training.trainers.sent_values import SentValues
 
 
 class GradientCheck:
-    """The gradients of a step, at least one, and their `norm` on its way to the host.
+    """The gradients of a step, at least one, and their `norm`, which `send` sends to the host.
 
     They are `as_written` by backward, or may have changed since. `step` is the number of the step.
     """
@@ -34,7 +34,12 @@ class GradientCheck:
         self._model, self._step, self._run = model, step, run
         self._pairs = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
         self.norm = total_norm([gradient for _, gradient in self._pairs], as_written=as_written)
-        self._sent = SentValues(self.norm)
+        self._sent: SentValues | None = None
+
+    def send(self, spoilt: Tensor | None = None) -> None:
+        """Send the norm to the host, and whether a gradient is `spoilt`, which its device may know."""
+        unknown = self.norm.isnan() if spoilt is None else spoilt
+        self._sent = SentValues(torch.stack([self.norm, unknown.to(self.norm)]))
 
     def read(self) -> float:
         """Return the norm. One is read for all gradients: the host waits for the backward.
@@ -44,20 +49,24 @@ class GradientCheck:
         Raises:
             KtcError: T548, with the first parameter whose gradient is not finite, and its expert.
         """
-        value = float(self._sent.read())
-        if math.isfinite(value):
+        if self._sent is None:
+            self.send()
+        assert self._sent is not None
+        value, spoilt = cast("list[float]", self._sent.read())
+        if math.isfinite(value) and not spoilt:
             return value
         pair = next((pair for pair in self._pairs if not bool(pair[1].isfinite().all())), None)
-        if pair is not None:
-            raise self._refusal(*pair)
+        if pair is not None or spoilt:
+            raise self._refusal(*pair or (None, None))
         return value
 
-    def _refusal(self, parameter: nn.Parameter, gradient: Tensor) -> KtcError:
-        name = next((name for name, other in self._model.named_parameters() if other is parameter), "")
-        place = _expert(self._model, name, gradient)
-        kind = "NaN" if bool(gradient.isnan().any()) else "infinite"
-        taken = f"the step was not taken, {last_kept(self._run)}"
-        message = f"step {self._step}: the gradient of `{name}`{place} is {kind}; {taken}"
+    def _refusal(self, parameter: nn.Parameter | None, gradient: Tensor | None) -> KtcError:
+        told = "a gradient was not finite, and is not in memory any more"
+        if gradient is not None:
+            name = next((name for name, other in self._model.named_parameters() if other is parameter), "")
+            kind = "NaN" if bool(gradient.isnan().any()) else "infinite"
+            told = f"the gradient of `{name}`{_expert(self._model, name, gradient)} is {kind}"
+        message = f"step {self._step}: {told}; the step was not taken, {last_kept(self._run)}"
         hint = "read the rows of this step, or start again with a lower learning rate"
         return KtcError(Diagnostic("T548", message, hint=hint))
 

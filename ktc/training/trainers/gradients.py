@@ -115,9 +115,10 @@ def average_gradients(
     """
     nccl = {device: _backends(group).get(device) == "nccl" for device, group in groups.items()}
     present, one_waits = _present(parameters, groups["cpu"], waits=waits)
-    _average_together([gradient for gradient in present if nccl[gradient.device.type]], groups, bucket_bytes)
-    for bucket in _buckets([gradient for gradient in present if not nccl[gradient.device.type]], bucket_bytes):
-        alone = len(bucket) == 1 and _is_averaged_in_place(bucket[0])
+    _average_together([parameter for parameter in present if nccl[parameter.device.type]], groups, bucket_bytes)
+    others = [_gradient(parameter) for parameter in present if not nccl[parameter.device.type]]
+    for bucket in _buckets(others, bucket_bytes):
+        alone = len(bucket) == 1 and bucket[0].is_contiguous() and bucket[0].dtype not in _HALF
         flat = bucket[0] if alone else _flat(bucket)
         dist.all_reduce(flat, group=groups[flat.device.type])
         flat.div_(dist.get_world_size())
@@ -126,15 +127,21 @@ def average_gradients(
     return one_waits
 
 
-def _average_together(gradients: Sequence[Tensor], groups: Mapping[str, Group], bucket_bytes: int) -> None:
+def _average_together(parameters: Sequence[Parameter], groups: Mapping[str, Group], bucket_bytes: int) -> None:
     """Replace gradients by their means by nccl: where they are, and all of a dtype in one call.
 
     A call for each takes the host longer than the GPU, and nccl fewer bytes at once. Half precision is summed in fp32.
+    Parameters, which are alike in all processes, decide which gradients are copied: their order is that of the call.
     """
-    copied = list(_buckets([gradient for gradient in gradients if not _is_averaged_in_place(gradient)], bucket_bytes))
+    in_place = [p for p in parameters if p.is_contiguous() and p.dtype not in _HALF]
+    for parameter in in_place:
+        if not _gradient(parameter).is_contiguous():
+            parameter.grad = _gradient(parameter).contiguous()
+    kept = {id(parameter) for parameter in in_place}
+    copied = list(_buckets([_gradient(p) for p in parameters if id(p) not in kept], bucket_bytes))
     copies = [_flat(bucket) for bucket in copied]
     calls: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for flat in (*(gradient for gradient in gradients if _is_averaged_in_place(gradient)), *copies):
+    for flat in (*map(_gradient, in_place), *copies):
         calls[flat.device, flat.dtype].append(flat)
     for (device, _), together in calls.items():
         with in_one_call(groups[device.type]):
@@ -144,8 +151,8 @@ def _average_together(gradients: Sequence[Tensor], groups: Mapping[str, Group], 
         _scatter(flat, bucket)
 
 
-def _is_averaged_in_place(gradient: Tensor) -> bool:
-    return gradient.is_contiguous() and gradient.dtype not in _HALF
+def _gradient(parameter: Parameter) -> Tensor:
+    return cast("Tensor", parameter.grad)
 
 
 def _flat(bucket: Sequence[Tensor]) -> Tensor:
@@ -154,8 +161,8 @@ def _flat(bucket: Sequence[Tensor]) -> Tensor:
     return flat.float() if flat.dtype in _HALF else flat
 
 
-def _present(parameters: Sequence[Parameter], group: Group, *, waits: bool) -> tuple[list[Tensor], bool]:
-    """Return the gradients that at least one process has, as the same list in each, and whether one waits."""
+def _present(parameters: Sequence[Parameter], group: Group, *, waits: bool) -> tuple[list[Parameter], bool]:
+    """Return the parameters with a gradient in at least one process, in each with one, and whether one waits."""
     here = torch.tensor([*(parameter.grad is not None for parameter in parameters), waits], dtype=torch.uint8)
     dist.all_reduce(here, op=dist.ReduceOp.MAX, group=group)
     *anywhere, one_waits = cast("list[int]", cast("Any", here).tolist())
@@ -163,7 +170,7 @@ def _present(parameters: Sequence[Parameter], group: Group, *, waits: bool) -> t
     for parameter in wanted:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    return [cast("Tensor", parameter.grad) for parameter in wanted], bool(one_waits)
+    return wanted, bool(one_waits)
 
 
 def _buckets(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:

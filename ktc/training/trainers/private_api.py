@@ -97,12 +97,17 @@ def end_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
 
 # torch: optimizers ----------------------------------------------------------------------------------------------------
 def steps_as_its_class(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the `step` of this one object is its class's, or that in the wrapper of a learning-rate schedule.
+    """Return whether the `step` of this one object is its class's, with no hook but ktc's own.
 
-    The wrapper, which counts its calls, has no public mark.
+    A learning-rate schedule wraps it to count its calls. The wrapper has no public mark, and hooks have no public list.
     """
-    step = cast("Any", vars(optimizer)).get("step")
-    return step is None or hasattr(step, "_wrapped_by_lr_sched")
+    names = cast("Any", vars(optimizer))
+    inner, step = cast("Any", inspect.getmodule(torch.optim.Optimizer)), names.get("step")
+    kinds = [getattr(inner, f"_global_optimizer_{kind}_hooks", {}) for kind in ("pre", "post")]
+    kinds += [names.get(f"_optimizer_step_{kind}_hooks", {}) for kind in ("pre", "post")]
+    hooks = [hook for kind in kinds for hook in kind.values()]
+    counted = hasattr(step, "_wrapped_by_lr_sched") and getattr(step, "__wrapped__", None) is type(optimizer).step
+    return (step is None or counted) and {*map(package_of, hooks)} <= {"ktc"}
 
 
 # torch: processes -----------------------------------------------------------------------------------------------------
@@ -111,12 +116,19 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     cast("Any", torch)._foreach_copy_([*targets], [*sources])
 
 
-def in_one_call(group: Any) -> AbstractContextManager[Any]:
+@contextmanager
+def in_one_call(group: Any) -> Generator[None]:
     """Send the `all_reduce` calls inside the context, of one dtype and one operation, as one call of a group.
 
-    `dist.all_reduce_coalesced` is deprecated, and its message names this context.
+    `dist.all_reduce_coalesced` is deprecated, and its message names this context. After an error torch would
+    continue to note calls of the group, and send none.
     """
-    return cast("Any", dist).distributed_c10d._coalescing_manager(group)
+    inner = cast("Any", dist).distributed_c10d
+    try:
+        with inner._coalescing_manager(group):
+            yield
+    finally:
+        inner._world.pg_coalesce_state.pop(group or dist.group.WORLD, None)
 
 
 @contextmanager
@@ -356,9 +368,13 @@ class TrainerHooks(_Trainer):
             return value  # the mean of all processes
 
         def log() -> None:
-            self.control.should_log = True
+            only = attributes(cast("Any", self.control), should_log=True, should_evaluate=False, should_save=False)
             one = with_attributes(_transformers_trainer, nested_gather=as_it_is)
-            with one, with_attributes(self, store_flos=lambda: None):  # which the next checkpoint does, and the end
+            with (
+                only,
+                one,
+                with_attributes(self, store_flos=lambda: None),
+            ):  # which the next checkpoint does, and the end
                 stock(torch.tensor(loss.read(), dtype=dtype), norm.read() if norm else grad_norm, *args, **kwargs)
 
         self._waiting_log = log
@@ -408,6 +424,7 @@ class TrainerHooks(_Trainer):
         """Write a checkpoint where `save_checkpoint` says. The callback `on_save` comes when it has been written."""
         stock = cast("Any", super())._save_checkpoint
         self.read_now()
+        self.log_now()
 
         def save(folder: Path) -> None:
             with attributes(self, _writing=folder):

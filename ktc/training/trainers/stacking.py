@@ -159,6 +159,7 @@ class Stacker(TrainerCallback):
         self, stock_step: TrainingStep, model: nn.Module, inputs: Inputs, num_items: Any = None
     ) -> Tensor:
         """Return the loss of this call. `stock_step(model, inputs, num_items)` computes one micro-batch."""
+        self._is_finite = False
         if self.decision is None:
             self._decide(model)
         if self.decision is not None and not self.decision.on:
@@ -189,6 +190,9 @@ class Stacker(TrainerCallback):
         if self._mode == "on":
             message = f"micro-batches cannot be stacked: {why}"
             raise InputRefused(Diagnostic("T540", message, hint="`stack_micro_batches='auto'` trains without it"))
+        self._tell_trainer("read_now")
+        self._tell_trainer("log_now")
+        self.drop_graphs()
         self._settle(Stacking(False, str(why), 0))
 
     def _settle(self, decision: Stacking) -> None:
@@ -294,6 +298,7 @@ class Stacker(TrainerCallback):
         ]
         pieces = [divided(call, self.decision.chunk_tokens) for of_batch in of_batches for call in of_batch]
         chunks = in_chunks([piece for of_call in pieces for piece in of_call], self.decision.chunk_tokens)
+        self._tell_trainer("read_now")  # the step before, whose gradients are in memory that both graphs write
         outs = self._through_layers([chunk for chunk, _ in chunks])
         of_calls = iter(_by_micro_batch(outs, [[piece.hidden.shape[0] for piece in of_call] for of_call in pieces]))
         finals = [
@@ -320,7 +325,6 @@ class Stacker(TrainerCallback):
             clock: PhaseClock | None = getattr(self._trainer, "phase_clock", None)
             embed_and_head.begin_check()
             self._send(losses)
-            self._tell_trainer("read_now")  # the gradients of the step before, which backward overwrites
             with nullcontext() if clock is None else clock.backward():
                 torch.autograd.backward([final for final, _ in with_loss], [grad for _, grad in with_loss])
 

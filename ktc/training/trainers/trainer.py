@@ -137,7 +137,13 @@ class KTrainerMixin(TrainerHooks):
         self._flops_of_token = 0
         beside = nullcontext("") if self._keeps_adapters() else beside_experts(model, self)
         noted = attributes(
-            self, _parameters=None, _norm_of_step=None, _unread=None, _reads_later=False, _ahead=FetchAhead(self)
+            self,
+            _parameters=None,
+            _norm_of_step=None,
+            _unread=None,
+            _reads_later=False,
+            _waiting_log=None,
+            _ahead=FetchAhead(self),
         )
         filtered = attributes(self.args, logging_nan_inf_filter=self.args.logging_nan_inf_filter)  # in any end
         with filtered, fused_sinks(model), beside as self.expert_adapters, noted:
@@ -291,9 +297,10 @@ class KTrainerMixin(TrainerHooks):
             loss = self.stacker.training_step(super().training_step, *args, **kwargs)
         ends_step = cast("bool", self.accelerator.sync_gradients)
         self._norm_of_step = None
-        if ends_step:
-            self.read_now()  # of the step before, where this one had no backward of stacked layers
-        waits = not self._runs_ahead()
+        if ends_step:  # of the step before, where this one was not stacked
+            self.read_now()
+            self.log_now()
+        waits = not (ends_step and self._runs_ahead())
         if self._rank_liveness is not None and ends_step:  # before the check, for which the host waits for the GPU
             self._rank_liveness.arrive()
             waits = gradients.average_gradients(self.trained_parameters(), self._groups, waits=waits)
@@ -320,6 +327,7 @@ class KTrainerMixin(TrainerHooks):
             self._norm_of_step = known_norm(check.norm, check.read(), trained)
             return
         spoilt = skip_unless_finite(self.optimizer, trained, check.norm)
+        check.send(spoilt)
         self._unread, self._norm_of_step = check, known_norm(check.norm, None, trained, spoilt)
 
     def _is_unnoticed(self) -> bool:
@@ -331,7 +339,8 @@ class KTrainerMixin(TrainerHooks):
 
         The gradients wait in the memory of graphs for that, which holds them in any case.
         """
-        return self.stacker.replays and self._is_unnoticed() and self.logs_as_stock
+        alone = self.stacker.replays and self._is_unnoticed() and self.logs_as_stock
+        return alone and skips_alone(self.optimizer, self.trained_parameters())
 
     def on_update_issued(self) -> None:
         """Read the norm of a step whose update has been issued, here or later.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.foundation import environment
 from ktc.model.hf.tokenizer import read_tokenizer
 from ktc.model.loading.load import load
+from ktc.training.trainers import gradients
 from ktc.training.trainers.checkpoints import faults_named
 from ktc.training.trainers.library_refusals import refused_by_libraries
 from ktc.training.trainers.report import KTReport, report_of, write_report
@@ -239,8 +241,9 @@ def _any_process(asked: bool, args: TrainingArguments) -> bool:
         return asked
     import torch.distributed as dist
 
-    flag = torch.tensor(int(asked), device=args.device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    flag = torch.tensor(int(asked))  # by gloo: no process waits for its GPU
+    group = gradients.open_groups((), timedelta(seconds=args.ddp_timeout))["cpu"]
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
     return bool(flag.item())
 
 
@@ -262,7 +265,7 @@ class _ProgressReporter(TrainerCallback):
             self._tell(state)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if state.global_step % args.logging_steps:  # otherwise its log follows immediately
+        if state.global_step % args.logging_steps:  # otherwise its log follows, at once or within the next step
             self._tell(state)
 
     def _tell(self, state: TrainerState) -> None:

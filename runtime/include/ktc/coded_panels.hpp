@@ -38,11 +38,12 @@ class CodedPanels {
   }
   void advance() const {}
 
- private:
+  // Where the part of a panel begins, which is the scales of a span.
   const std::byte* stretch(PanelPart part) const {
     return panel(part.expert, part.panel) + Panel::scales_at(part.first_k / kPanelWidth);
   }
 
+ private:
   PanelPlaces places_;
   std::int64_t contraction_;
 };

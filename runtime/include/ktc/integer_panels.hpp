@@ -37,6 +37,8 @@ class IntegerPanels {
     return reinterpret_cast<const std::int32_t*>(panel(part) + Panel::kOffsetsAt);
   }
 
+  const std::byte* stretch(PanelPart part) const { return panel(part); }
+
   void start(PanelPart) const {}
   const std::int8_t* current(PanelPart part) const {
     return reinterpret_cast<const std::int8_t*>(panel(part) + Panel::codes_at(part.first_k / kPanelWidth));

@@ -81,10 +81,10 @@ class Sweep {
     if constexpr (Panels::kStreamRows > 0) {
       if (!here().done() && num_rows() <= Panels::kStreamRows) {
         const PanelPart part = here().part();
-        const std::int64_t bytes = panels_.places().panel_bytes();
-        const std::int64_t skipped = bytes * part.first_k / panels_.contraction();
-        const std::int64_t read = skipped > 0 ? bytes - skipped : here().num_panels_of_take() * bytes;
-        return {panels_.places().panel(part.expert, part.panel) + skipped, std::min(read, kMostUpcoming)};
+        const std::byte* begin = panels_.stretch(part);
+        const std::int64_t skipped = begin - panels_.places().panel(part.expert, part.panel);
+        const std::int64_t panels = part.first_k > 0 ? 1 : here().num_panels_of_take();
+        return {begin, std::min(panels * panels_.places().panel_bytes() - skipped, kMostUpcoming)};
       }
     }
     return {};

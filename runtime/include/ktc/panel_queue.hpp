@@ -26,9 +26,9 @@ class PanelQueue {
     std::int64_t first_k;  // of their contraction
   };
 
-  // `at_a_time(active)` returns the number of an expert's panels that are taken together. A panel has `units` of the
-  // intermediate size, or 0 where that is the contraction: the panels, or the contraction, of an expert that is
-  // computed in part begin later.
+  // `at_a_time(active)` returns the number of an expert's panels that are taken together. A panel of gate and up has
+  // the outputs of `units` intermediate units: of an expert that is computed in part, the first panels are left out.
+  // For down, whose contraction the units are, `units` is 0, and all panels begin at a later value of k.
   template <class AtATime>
   PanelQueue(const Routing& routing, Range panels, PanelTurns turns, std::int64_t units, const AtATime& at_a_time)
       : panels_(panels), finished_(static_cast<std::size_t>(turns == PanelTurns::kNone ? 0 : panels.size())) {

@@ -43,6 +43,8 @@ class StoredPanels {
     return reinterpret_cast<const Element*>(places_.panel(expert, index));
   }
 
+  const std::byte* stretch(PanelPart part) const { return reinterpret_cast<const std::byte*>(at(part)); }
+
   void start(PanelPart) const {}
   const Element* current(PanelPart part) const { return at(part); }
   Ahead ahead(PanelPart next, PanelPart, std::int64_t calls) const {

@@ -98,6 +98,22 @@ def test_the_calls_of_the_replay_before_are_answered_first() -> None:
     assert before == [4] and nodes.expected == 0
 
 
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
+def test_the_calls_of_the_replay_before_one_that_could_not_be_launched_are_answered(error: type[Exception]) -> None:
+    nodes, before = _Nodes(), list[int]()
+    nodes.begin()  # for the replay before
+    with pytest.raises(error):
+        with_calls(_Waits(error), nodes, lambda: before.append(nodes.expected))  # type: ignore[arg-type]
+    assert before == [4] and nodes.expected == 0
+
+    def lost() -> None:
+        raise ValueError("the GPU is lost")
+
+    with pytest.raises(ValueError, match="lost"):
+        with_calls(_Waits(error), nodes, lost)  # type: ignore[arg-type]
+    assert nodes.expected == 0
+
+
 def _begun_and_interrupted(nodes: _Nodes) -> Callable[[], None]:
     def begin() -> None:
         nodes.expected += 2

@@ -201,7 +201,7 @@ def test_gradients_are_averaged_in_the_group_of_their_device(backend: str, monke
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(dist, "get_backend_config", lambda group: f"cpu:gloo,meta:{backend}")
-    monkeypatch.setattr(gradients, "_present", lambda given, _, waits: ([p.grad for p in given], waits))
+    monkeypatch.setattr(gradients, "_present", lambda given, _, waits: (list(given), waits))
     monkeypatch.setattr(gradients, "in_one_call", lambda group: calls.append(group) or nullcontext())
     dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float32)
     parameters = [nn.Parameter(torch.zeros(2, dtype=dtype, device="meta")) for dtype in dtypes]
@@ -220,3 +220,19 @@ def test_gradients_are_averaged_in_the_group_of_their_device(backend: str, monke
         assert not calls and len(asked) == 4, "those of a dtype together"
     assert {given[1:] for given in asked[:-1]} == {(op, "of the device")}
     assert asked[-1][1:] == (dist.ReduceOp.SUM, "of the CPU")
+
+
+def test_the_order_of_a_call_does_not_depend_on_the_layout_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is another one in each process, while parameters are alike."""
+    asked: list[list[tuple[int, ...]]] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda flat, *_, **__: asked[-1].append(tuple(flat.shape)))
+    monkeypatch.setattr(gradients, "in_one_call", lambda group: nullcontext())
+    for transposed in (False, True):
+        parameters = [nn.Parameter(torch.zeros(3, 2).t()), nn.Parameter(torch.zeros(4, 5)), nn.Parameter(torch.ones(2))]
+        for parameter in parameters:
+            values = torch.arange(float(parameter.numel())).reshape(parameter.shape)
+            parameter.grad = values.t().contiguous().t() if transposed else values
+        asked.append([])
+        gradients._average_together(parameters, {"cpu": None}, 1 << 20)
+        assert parameters[1].grad.flatten().tolist() == list(map(float, range(20)))
+    assert asked[0] == asked[1] == [(4, 5), (2,), (6,)]

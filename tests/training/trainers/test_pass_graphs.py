@@ -17,8 +17,10 @@ from stacked_training import StackingTrainer, assert_alike, rows, trained
 from torch import Tensor, nn
 
 from ktc.adapters import as_trained
+from ktc.diagnostics import KtcError
 from ktc.model.manifest.stale_change_guard import StaleChangeGuard
-from ktc.training.trainers import pass_graphs
+from ktc.training import KTrainer
+from ktc.training.trainers import fetch_ahead, pass_graphs, skipped_update
 from ktc.training.trainers.layer_calls import ModelCall
 from ktc.training.trainers.layer_pass import through_layers
 from ktc.training.trainers.pass_graphs import PassGraphs
@@ -29,6 +31,7 @@ from ktc.training.trainers.stacking import Stacker, StackMode
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 EQUAL = (12,) * 16  # lengths of rows: every pass has the same shapes
+STEPS: dict[str, Any] = {"gradient_accumulation_steps": 4, "max_steps": 7, "optim": "adamw_torch_fused"}
 
 
 class Recorded:
@@ -39,7 +42,7 @@ class Recorded:
 
 
 class Repeated(pass_graphs._Graphs):
-    """Graphs without a GPU: they write to the same memory each time."""
+    """Graphs without a GPU: they write to the same memory each time, forward to that of gradients too."""
 
     def _record(self, run: Any) -> None:
         outs = run(self._inputs.chunks)
@@ -53,6 +56,9 @@ class Repeated(pass_graphs._Graphs):
     def _again(self) -> None:
         with torch.enable_grad():
             self._made = self._run(self._inputs.chunks)
+        for memory in self._of_parameters:  # the memory of both graphs is one pool
+            if memory is not None:
+                memory.zero_()
         for into, out in zip(self._outs, self._made, strict=True):
             into.copy_(out.detach())
 
@@ -119,6 +125,46 @@ def test_replayed_passes_have_the_losses_and_gradients_of_others(
     stacker = both(package("qwen3_moe"), tmp_path, gradient_accumulation_steps=4, max_steps=6, lengths=EQUAL)
     assert stacker.decision is not None
     assert "layers are replayed as CUDA graphs" in str(stacker.decision)
+
+
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """A device that computes by itself: whether each step is read and logged in the next one."""
+    monkeypatch.setattr(skipped_update, "_DEVICES", {"cpu"})
+    monkeypatch.setattr(fetch_ahead, "_KNOWN", {*fetch_ahead._KNOWN, "stacked_training", __name__.partition(".")[0]})
+    later: list[bool] = []
+    logs_later = KTrainer.logs_later.fget
+    assert logs_later is not None
+    monkeypatch.setattr(KTrainer, "logs_later", property(lambda self: later.append(logs_later(self)) or later[-1]))
+    return later
+
+
+def test_steps_that_are_replayed_are_read_and_logged_in_the_next_one(
+    package: Callable[[str], Path], tmp_path: Path, ahead: list[bool]
+) -> None:
+    both(package("qwen3_moe"), tmp_path, lengths=EQUAL * 2, **STEPS)
+    ours = ahead[: len(ahead) // 2]
+    assert not any(ours[:2]) and any(ours) and not ours[-1], "not before the capture, nor at the end"
+    assert not any(ahead[len(ours) :]), "layers are not replayed"
+
+
+def test_a_gradient_that_is_not_finite_is_found_in_memory_that_the_next_replay_overwrites(
+    package: Callable[[str], Path], tmp_path: Path, ahead: list[bool]
+) -> None:
+    class Spoilt(WithGraphs):
+        def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+            _, parameter = next(pair for pair in self.model.named_parameters() if "lora_B" in pair[0])
+
+            def spoil(gradient: Tensor) -> None:
+                if self.state.global_step == 4:
+                    gradient[0, 0] = float("nan")
+
+            parameter.register_hook(spoil)
+            return super().create_optimizer(*args, **kwargs)
+
+    with pytest.raises(KtcError, match=r"step 5: the gradient of `.*lora_B.*` is NaN"):
+        trained(package("qwen3_moe"), tmp_path, "on", trainer=Spoilt, lengths=EQUAL * 2, **STEPS)
+    assert ahead[-1], "the next step had begun"
 
 
 def test_passes_of_other_shapes_are_not_replayed(package: Callable[[str], Path], tmp_path: Path) -> None:

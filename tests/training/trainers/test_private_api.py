@@ -154,6 +154,10 @@ def test_reductions_of_a_group_are_one_call(monkeypatch: pytest.MonkeyPatch) -> 
             for value in values:
                 dist.all_reduce(value)
         assert calls == [2] and values[1].tolist() == [1.0] * 3
+        with pytest.raises(ValueError, match="between"), private_api.in_one_call(None):
+            dist.all_reduce(values[0])
+            raise ValueError("between")
+        assert dist.all_reduce(values[0], async_op=True).wait(), "it is sent, not noted"
     finally:
         dist.destroy_process_group()
 

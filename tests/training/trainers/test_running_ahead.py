@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,14 @@ import torch
 from safetensors.torch import load_file
 from small_runs import adapted, equal, rows, settings, trained, trainer
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, masking_utils
 
 from ktc.diagnostics import KtcError
 from ktc.training import KTrainer
 from ktc.training.trainers import fetch_ahead, skipped_update, stacking
 from ktc.training.trainers.finite_gradients import GradientCheck
+from ktc.training.trainers.split_layer import CannotStack
 from ktc.training.trainers.stacking import Stacker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -259,3 +263,143 @@ def test_the_device_is_not_asked_whether_rows_are_packed_where_a_model_counts_po
     options = settings(tmp_path, max_steps=2, gradient_accumulation_steps=2)
     (Own if kind == "own" else KTrainer)(model=model, args=options, train_dataset=data).train()
     assert bool(asked) == asks
+
+
+@pytest.mark.usefixtures("ahead")
+def test_a_run_ends_also_where_the_gradients_were_overwritten(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = GradientCheck.read
+
+    def overwritten(check: GradientCheck) -> float:
+        for _, gradient in check._pairs:
+            gradient.zero_()
+        return read(check)
+
+    monkeypatch.setattr(GradientCheck, "read", overwritten)
+    with pytest.raises(KtcError, match="T548: step 3: a gradient was not finite, and is not in memory any more"):
+        run(out, tmp_path, Spoilt)
+
+
+def unstacked_from(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Let stacking end in the middle of a run."""
+    stock = Stacker._recorded
+
+    def recorded(stacker: Any, *args: Any, **kwargs: Any) -> Any:
+        if stacker._trainer.state.global_step == step:
+            raise CannotStack("a test")
+        return stock(stacker, *args, **kwargs)
+
+    monkeypatch.setattr(Stacker, "_recorded", recorded)
+
+
+def test_every_step_is_logged_once_where_stacking_ends_in_a_run(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unstacked_from(monkeypatch, 3)
+    theirs = run(out, tmp_path / "theirs")
+    monkeypatch.setattr(skipped_update, "_DEVICES", {"cpu"})
+    monkeypatch.setattr(Stacker, "replays", True)
+    ours = run(out, tmp_path / "ours")
+    assert outcome(ours) == outcome(theirs)
+    assert [entry["step"] for entry in ours.state.log_history] == [1, 2, 3, 4, 5, 6, 6]
+
+
+def test_a_loss_that_is_not_finite_is_filtered_after_stacking_has_ended(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks: list[bool] = []
+    stock = Stacker.leave_check_out
+
+    def leave(stacker: Stacker) -> None:
+        stock(stacker)
+        checks.append(stacker._trainer.args.logging_nan_inf_filter)
+
+    monkeypatch.setattr(Stacker, "leave_check_out", leave)
+    unstacked_from(monkeypatch, 2)
+    run(out, tmp_path, max_steps=4)
+    assert checks[:2] == [False] * 2 and checks[3:] == [True]
+
+
+class Stream(IterableDataset[Any]):
+    """Rows whose number is not known, so that no step knows that it is the last of an epoch."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __iter__(self) -> Any:
+        return iter(self.items)
+
+
+def test_the_last_step_of_an_epoch_without_a_length_is_logged_and_saved_as_without(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[list[Any]] = []
+    for ahead in (False, True):
+        monkeypatch.setattr(Stacker, "replays", ahead)
+        monkeypatch.setattr(skipped_update, "_DEVICES", {"cpu"} if ahead else set())
+        model, folder = adapted(out), tmp_path / str(ahead)
+        options = settings(
+            folder, gradient_accumulation_steps=2, max_steps=9, optim="adamw_torch_fused", save_strategy="epoch"
+        )
+        KTrainer(model=model, args=options, train_dataset=Stream(rows(model.config.vocab_size))).train()
+        states = [json.loads(path.read_text()) for path in sorted(folder.glob("*/trainer_state.json"))]
+        saved.append([[state[name] for name in ("global_step", "total_flos", "log_history")] for state in states])
+    assert saved[0] == saved[1]
+    assert len(saved[0]) > 1 and all(flos > 0 for _, flos, _ in saved[0])
+
+
+@pytest.mark.usefixtures("ahead")
+def test_a_save_between_two_steps_has_the_log_of_the_first(out: Path, tmp_path: Path) -> None:
+    class Saves(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 3:
+                made._save_checkpoint(made.model, None)
+
+    Saves.__module__ = "transformers.some_callback"
+    model = adapted(out)
+    options = settings(tmp_path, gradient_accumulation_steps=2, max_steps=5, optim="adamw_torch_fused")
+    made = KTrainer(model=model, args=options, train_dataset=rows(model.config.vocab_size), callbacks=[Saves()])
+    made.train()
+    state = json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())
+    assert [entry["step"] for entry in state["log_history"]] == [1, 2, 3]
+
+
+@pytest.mark.usefixtures("ahead")
+@pytest.mark.parametrize("kind", ["hook", "step"])
+def test_code_of_others_in_an_optimizer_sees_no_gradient_that_is_not_finite(
+    out: Path, tmp_path: Path, kind: str
+) -> None:
+    model = adapted(out)
+    optimizer = torch.optim.AdamW([value for value in model.parameters() if value.requires_grad], fused=True)
+    stock, seen = torch.optim.AdamW.step, list[bool]()
+
+    def note(given: torch.optim.Optimizer, *_: Any) -> None:
+        tensors = [value.grad for group in given.param_groups for value in group["params"] if value.grad is not None]
+        seen.append(all(bool(gradient.isfinite().all()) for gradient in tensors))
+
+    def step(given: Any, closure: Any = None) -> Any:
+        note(given)
+        return stock(given, closure)
+
+    if kind == "hook":
+        optimizer.register_step_pre_hook(note)
+    else:
+        optimizer.step = types.MethodType(step, optimizer)  # a schedule wraps it
+    data, options = rows(model.config.vocab_size), settings(tmp_path, gradient_accumulation_steps=2)
+    made = Spoilt(model=model, args=options, train_dataset=data, optimizers=(optimizer, None))
+    with pytest.raises(KtcError, match="step 3: the gradient of"):
+        made.train()
+    assert seen == [True, True]
+
+
+@pytest.mark.usefixtures("ahead")
+def test_a_run_after_one_that_failed_logs_its_own_steps(out: Path, tmp_path: Path) -> None:
+    model = adapted(out)
+    options = settings(tmp_path, gradient_accumulation_steps=2, optim="adamw_torch_fused")
+    made = Spoilt(model=model, args=options, train_dataset=rows(model.config.vocab_size))
+    with pytest.raises(KtcError):
+        made.train()
+    made.name, made.value = "", 0.0
+    made.train()
+    assert [entry["step"] for entry in made.state.log_history] == [1, 2, 3, 4, 4]

@@ -33,11 +33,13 @@ from ktc.model.experts.kept.kept_policy import (
     exchanges,
     first_kept,
     measured_line,
+    no_slower,
     planned_line,
     share_beside,
 )
 from ktc.model.experts.layouts.coded_matrices import CodedMatrices, addressed_codes
 from ktc.model.experts.layouts.packed import PackedExperts
+from ktc.model.experts.layouts.panel_codes import MOST_PARTS
 from ktc.model.experts.products.grouped_products import multiplies_codes
 from ktc.model.experts.products.packed_layout import PackedLayout
 from ktc.model.experts.references.kept_split import WHOLE_SHARE
@@ -122,6 +124,7 @@ def can_keep(packed: PackedExperts, device: torch.device) -> bool:
     """Return whether a device can multiply experts by their addresses, as they are packed."""
     fits = packed.num_nodes == 1 and packed.dtype == torch.bfloat16
     fits = fits and all(addressed_codes(panels) is not None for panels in packed.panels)
+    fits = fits and (packed.address | packed.nbytes // packed.sizes.num_experts) % MOST_PARTS == 0  # see `split`
     return fits and (device.type == "cpu" or multiplies_codes(device))
 
 
@@ -334,7 +337,7 @@ class KeptExperts:
         self._reads_seen.update(reads)
         if self._steps > 1:  # until then libraries set themselves up
             new = CallSums(calls, nbytes, 1e-9 * nanoseconds, squares, 1e-9 * products)
-            self._calls = self._calls.followed_by(new)
+            self._calls = self._calls.followed_by(no_slower(new, self._plan))
             self._line = measured_line(self._calls, self._plan, max(self._nbytes))
             self._share = share_beside(self._line, self._bus_speed)
             self._share_out()

@@ -19,6 +19,7 @@ _DEVIATIONS: Final = 4.0  # of the difference of two counts, by which a newcomer
 _FADE: Final = 0.5  # of sums over calls, at each look at them
 _IDLE: Final = 0.75  # the same without new calls
 _PLANNED: Final = 4.0  # calls of each size that the plan counts as
+_SLOWEST: Final = 30.0
 _LEAST_SHARE: Final = 0.02
 _LEAST_SLOPE: Final = 0.25  # of the plan's
 BESIDE: Final = 0.9  # of the bus's speed alone, beside the CPU's reads: 44 to 50 of 51 GB/s (an H100 and an H200)
@@ -84,9 +85,19 @@ class CallSums(NamedTuple):
     products: float = 0.0
 
     def followed_by(self, new: CallSums) -> CallSums:
-        """Return these sums with those of the last steps. Without calls in them they fade too, but more slowly."""
+        """Return these sums with those of the last steps. Without new calls they fade too, but more slowly."""
         fade = _FADE if new.calls else _IDLE
         return CallSums(*(fade * old + more for old, more in zip(self, new, strict=True)))
+
+
+def no_slower(sums: CallSums, plan: CpuLine) -> CallSums:
+    """Return sums whose calls take at most `_SLOWEST` times as long as planned.
+
+    First calls read weights from a disk, or wake threads that do not exist yet: one may take a second.
+    """
+    most = _SLOWEST * (sums.calls * plan.call + sums.nbytes * plan.per_byte)
+    factor = min(1.0, most / sums.seconds) if sums.seconds > 0 else 1.0
+    return sums._replace(seconds=factor * sums.seconds, products=factor * sums.products)
 
 
 def planned_line(share: float, bus: float) -> CpuLine:

@@ -35,6 +35,7 @@ from ktc.model.experts.kept.kept_policy import (
     exchanges,
     first_kept,
     measured_line,
+    no_slower,
     planned_line,
     share_beside,
 )  # fmt: skip
@@ -156,6 +157,16 @@ def test_the_time_of_a_call_is_told_from_that_of_its_bytes() -> None:
     assert tuple(tried) == pytest.approx(tuple(plan), rel=0.01), "a CPU without calls is tried again"
     assert share_beside(plan, 0.0) == 0.0, "no bus"
     assert share_beside(planned_line(0.37, 5e10), 5e10) == pytest.approx(0.37)
+
+
+def test_first_calls_that_take_a_second_are_forgotten_after_some_steps() -> None:
+    plan, expert = CpuLine(CALL, 1.3e-11), 13.2e6
+    sums = no_slower(calls_of(plan, [expert] * 24, [1.0] * 23 + [5000.0]), plan)
+    assert sums.seconds <= 30 * 24 * (CALL + expert * plan.per_byte) * 1.001
+    for _ in range(8):
+        sums = sums.followed_by(no_slower(calls_of(plan, [expert, expert / 2] * 12, [1.0] * 24), plan))
+    line = measured_line(sums, plan, expert)
+    assert line.call + expert * line.per_byte == pytest.approx(plan.call + expert * plan.per_byte, rel=0.1)
 
 
 class Machine(NamedTuple):
@@ -371,7 +382,8 @@ def test_the_share_of_the_bus_follows_the_speed_of_the_cpu_in_steps(
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
         spent.append(nodes.reads.nanoseconds)
-    assert sorted(set(spent)) == spent, "calls that were dropped stay counted"
+    before = spent[:-1]  # after the look at the last step the bus may read all
+    assert sorted(set(before)) == before and spent[-1] >= before[-1], "calls that were dropped stay counted"
     assert int(store.share[0]) > WHOLE_SHARE // 50
 
 
@@ -525,9 +537,11 @@ def test_an_expert_on_its_way_to_a_place_is_sent_for_a_call_of_many_tokens(load:
     with torch.no_grad():
         wanted, _ = many_rows(module, x, layer.index, weights)
         store.counts[0, 4] += 1000
-        for _ in range(PERIOD):
+        for _ in range(1000 * PERIOD):  # no step waits for the counts, which are on a GPU
             store.advance()
-        assert module.weights.packed is not None
+            if store._sent:
+                break
+        assert store._sent and module.weights.packed is not None
         renew_streams(module.weights.packed, sent=False)
         computed, nbytes = many_rows(module, x, layer.index, weights)
     assert torch.equal(computed, wanted) and nbytes == 4 * one
