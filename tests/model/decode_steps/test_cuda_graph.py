@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel, masking_utils
 from transformers.cache_utils import DynamicLayer
 
 from ktc.model.decode_steps import cuda_graph, step_memory
-from ktc.model.decode_steps.cuda_graph import CapturedStep, DecodeGraphs, StepRecorder
+from ktc.model.decode_steps.cuda_graph import DecodeGraphs, StepRecorder
 from ktc.model.decode_steps.growing_cache import GrowingLayer, growing
 from ktc.model.decode_steps.model_state import ModelState
 from ktc.model.decode_steps.step_memory import StepMemory, capacity_for, length_of, unfit
@@ -415,13 +415,10 @@ def test_a_step_is_checked_by_its_number_where_another_one_has_begun(model: PreT
 
     nodes: Any = Nodes()
 
-    def replay() -> Callable[[], None]:
+    waits = list[Callable[[], None]]()
+    for _ in range(2):
         nodes.begun += 1
-        return lambda: None
-
-    nothing: Any = None
-    step = CapturedStep(nothing, {}, None, replay, nodes)
-    waits = [step.replayed(model) for _ in range(2)]
+        waits.append(cuda_graph._with_errors(lambda: None, nodes, model))
     for wait in waits:
         wait()
     assert checked == [1, 2]
