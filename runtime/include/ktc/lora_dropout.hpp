@@ -3,7 +3,8 @@
 //
 // Philox4x32 with ten rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). The key is the
 // seed of the call; the counter is the block of eight columns, the token, the expert and the product. A block's eight
-// numbers of 16 bits are those of its columns. ktc/model/experts/trained/lora_dropout.py has the same numbers in PyTorch.
+// numbers of 16 bits are those of its columns. ktc/model/experts/trained/lora_dropout.py has the same numbers in
+// PyTorch.
 #pragma once
 
 #include <algorithm>
