@@ -20,7 +20,7 @@ inline void add_host_call(py::module_& library) {
                                     [](const py::object&) { return reinterpret_cast<Address>(&ktc::HostCall::run); })
       .def_property_readonly("address", [](ktc::HostCall& call) { return reinterpret_cast<Address>(&call); })
       .def_property_readonly("work",
-                             [](const ktc::HostCall& call) {
+                             [](ktc::HostCall& call) {
                                const ktc::HostWork work = call.work();
                                return py::make_tuple(work.nanoseconds, work.amount, work.runs, work.squares,
                                                      work.products);
