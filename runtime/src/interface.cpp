@@ -95,9 +95,9 @@ void HostCall::run(void* call) noexcept {
   auto& self = *static_cast<HostCall*>(call);
   std::int64_t amount = 1;
   std::exception_ptr error;
+  if (self.amount_) amount = self.amount_();
   const auto start = std::chrono::steady_clock::now();
   try {
-    if (self.amount_) amount = self.amount_();
     self.call_();
   } catch (...) {
     error = std::current_exception();

@@ -24,7 +24,8 @@ struct HostWork {
 // The kernel, the engine and every pointer in the arguments must outlive the programs and graphs that hold the call.
 class HostCall {
  public:
-  // `amount` counts what a run has to compute, such as the experts that it reads. Without it a run has an amount of 1.
+  // `amount` counts what a run has to compute, such as the experts that it reads, and throws nothing. Without it a run
+  // has an amount of 1.
   explicit HostCall(std::function<void()> call, std::function<std::int64_t()> amount = nullptr);
   HostCall(const HostCall&) = delete;
   HostCall& operator=(const HostCall&) = delete;
