@@ -23,7 +23,7 @@ struct ActiveExpert {
   std::int64_t expert;
   std::vector<SlotGroup>::size_type first_group;
   std::vector<SlotGroup>::size_type last_group;  // exclusive
-  std::int64_t first_unit = 0;                   // of the intermediate size: see `kFirstUnit`
+  std::int64_t first_unit = 0;                   // of the intermediate size: see `kFirstUnitBit`
 };
 
 // How an expert's slots are grouped: at most `most` in a group. Without `least`, groups differ by one row at most,
@@ -69,7 +69,7 @@ class Routing {
 
  private:
   static std::int64_t expert_of(std::int64_t choice, bool partial) {
-    return partial && choice >= 0 ? choice & ((std::int64_t{1} << kFirstUnit) - 1) : choice;
+    return partial && choice >= 0 ? choice & ((std::int64_t{1} << kFirstUnitBit) - 1) : choice;
   }
   // Refuses an index out of range before anything is read with it. Element E is the number of slots.
   std::vector<std::int64_t> first_slots(const std::int64_t* index, std::int64_t pairs, std::int64_t num_experts,
@@ -82,7 +82,7 @@ class Routing {
         throw std::out_of_range("`top_k_index` names expert " + decimal(expert) + "; this layer has experts 0 to " +
                                 decimal(num_experts - 1));
       }
-      if (expert != index[pair]) divide(expert, index[pair] >> kFirstUnit);
+      if (expert != index[pair]) divide(expert, index[pair] >> kFirstUnitBit);
       ++first[expert + 1];
     }
     if (divided_ >= 0) {

@@ -115,14 +115,14 @@ struct Fields<ktc::ExpertMatrix> {
 using Matrix = Arguments<ktc::ExpertMatrix>;
 
 // The intermediate units of experts that a partial forward reads for its choices. A whole expert has `units`; one that
-// is divided begins with a later one (`kFirstUnit`). Calls have few choices, and a run allocates nothing.
+// is divided begins with a later one (`kFirstUnitBit`). Calls have few choices, and a run allocates nothing.
 inline std::int64_t units_read(const std::int64_t* index, std::int64_t choices, std::int64_t units) {
   std::int64_t read = 0;
   for (std::int64_t choice = 0; choice < choices; ++choice) {
     const std::int64_t expert = index[choice];
     if (expert == ktc::kComputedElsewhere) continue;
     const auto is_same = [expert](std::int64_t earlier) { return earlier == expert; };
-    if (std::none_of(index, index + choice, is_same)) read += units - (expert >> ktc::kFirstUnit);
+    if (std::none_of(index, index + choice, is_same)) read += units - (expert >> ktc::kFirstUnitBit);
   }
   return read;
 }

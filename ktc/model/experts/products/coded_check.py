@@ -21,7 +21,7 @@ from ktc.model.experts.layouts.panel_codes import Cuts, PanelCodes, Scales, cuts
 from ktc.model.experts.layouts.panels import WIDTH, DensePanels, Panels, by_output, cut
 from ktc.model.experts.products.grouped_products import multiplies_codes
 from ktc.model.experts.references import kept_split
-from ktc.model.experts.references.kept_split import FIRST_UNIT, WHOLE_SHARE
+from ktc.model.experts.references.kept_split import FIRST_UNIT_BIT, WHOLE_SHARE
 from ktc.model.experts.references.reference import activated
 from ktc.model.kernels.form import ExpertsForm
 
@@ -131,7 +131,7 @@ def _chosen(split: Callable[..., tuple[Tensor, Tensor]], device: torch.device) -
     traffic = torch.zeros(3, dtype=torch.int64, device=device)
     results = split(torch.tensor([[3, 1, 0]], device=device), table, share, counts, traffic, (64, 32), Cuts(90, 32))
     values = torch.cat([of_split.flatten().long() for of_split in (*results, counts, traffic)])
-    return torch.cat([values & 0xFFFF, values >> FIRST_UNIT])
+    return torch.cat([values & 0xFFFF, values >> FIRST_UNIT_BIT])
 
 
 def require_equal(name: str, panels: Panels, computed: Tensor, right: Tensor) -> None:

@@ -18,8 +18,8 @@ from ktc.model.experts.layouts.panel_codes import MOST_PARTS, Cuts
 
 COMPUTED_ELSEWHERE: Final = -1
 """A choice that a partial call of a kernel leaves out (`ForwardArguments::partial`)."""
-FIRST_UNIT: Final = 32
-"""The bit from which on a choice of such a call has the first unit of its expert (`kFirstUnit`)."""
+FIRST_UNIT_BIT: Final = 32
+"""The bit from which on a choice of such a call has the first unit of its expert (`kFirstUnitBit`)."""
 WHOLE_SHARE: Final = 1 << 16  # of the experts that the GPU does not keep
 
 
@@ -31,9 +31,9 @@ def split(
     Of the chosen experts without an address in `table`, ordered by number, the first ones (see `over_bus`) have that of
     the host's packed bytes. Returned are the addresses of the choices, 0 for the CPU's, and the choices with
     `COMPUTED_ELSEWHERE` in the place of those that have an address. The address of a divided expert has the number of
-    its first parts that the GPU computes in its lowest bits, and its choices the unit after them from bit `FIRST_UNIT`
-    on. Numbers of missing experts stay invalid. `share` (3,) has the share, the lead and the least. See
-    `kept_kernels.split` for the others.
+    its first parts that the GPU computes in its lowest bits, and its choices the unit after them from
+    `FIRST_UNIT_BIT` on. Numbers of missing experts stay invalid. `share` (3,) has the share, the lead and the least.
+    See `kept_kernels.split` for the others.
     """
     host, nbytes = packed
     experts = torch.arange(len(table), device=table.device)
@@ -47,8 +47,8 @@ def split(
     places = torch.where(missing & ((order <= whole) | (taken > 0)), host + experts * nbytes + taken, table)
     addresses = (is_of * places).sum(1)
     given = addresses.view_as(index_TK)
-    wrong = torch.where((index_TK < 0) | (index_TK >= 1 << FIRST_UNIT), len(table), index_TK)
-    later = index_TK + ((given % MOST_PARTS * cuts.step) << FIRST_UNIT)
+    wrong = torch.where((index_TK < 0) | (index_TK >= 1 << FIRST_UNIT_BIT), len(table), index_TK)
+    later = index_TK + ((given % MOST_PARTS * cuts.step) << FIRST_UNIT_BIT)
     left = torch.where(given == 0, wrong, torch.where(given % MOST_PARTS > 0, later, COMPUTED_ELSEWHERE))
     counts += chosen.to(counts.dtype)
     sent, all_units = whole * cuts.units + rest * cuts.step, misses * cuts.units

@@ -20,9 +20,9 @@ namespace ktc {
 
 // A choice that another engine computes, in a partial forward.
 inline constexpr std::int64_t kComputedElsewhere = -1;
-// In a partial forward, a choice is an expert plus `first << kFirstUnit`: another engine computes what the intermediate
-// units before `first` add to the output, and the bias of down. All choices of that expert say the same.
-inline constexpr int kFirstUnit = 32;
+// In a partial forward, a choice is an expert plus `first << kFirstUnitBit`: another engine computes what the
+// intermediate units before `first` add to the output, and the bias of down. All choices of that expert say the same.
+inline constexpr int kFirstUnitBit = 32;
 
 struct MoeSizes {
   std::int64_t num_experts;
@@ -73,8 +73,8 @@ struct ForwardArguments {
   LoraFactors lora_first = {};
   LoraFactors lora_down = {};
   // Choices that are `kComputedElsewhere` add nothing to the output, and those of one expert may begin with a later
-  // unit (`kFirstUnit`). Throws std::invalid_argument for a unit other than a multiple of 32 and of the weights of down
-  // that share scales, and for any where LoRA, bytes to be saved, or products in integers need all units.
+  // unit (`kFirstUnitBit`). Throws std::invalid_argument for a unit other than a multiple of 32 and of the weights of
+  // down that share scales, and for any where LoRA, bytes to be saved, or products in integers need all units.
   bool partial = false;
 };
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ktc.model.experts.layouts.panel_codes import Cuts
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.products.packed_layout import PackedLayout
-from ktc.model.experts.references.kept_split import COMPUTED_ELSEWHERE, FIRST_UNIT
+from ktc.model.experts.references.kept_split import COMPUTED_ELSEWHERE, FIRST_UNIT_BIT
 from ktc.model.experts.references.reference import fused_moe_reference
 from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 
@@ -70,7 +70,7 @@ def check_rest(module: FusedMoe, x: Tensor, first: int) -> None:
         weights = torch.rand(rows, 2, generator=torch.Generator().manual_seed(rows)) + 0.1
         given = x.repeat(-(-rows // len(x)), 1)[:rows].contiguous()
         wanted = wanted_of(module, given, chosen, weights, 1, first)
-        marked = torch.where(chosen == 1, chosen + (first << FIRST_UNIT), chosen)
+        marked = torch.where(chosen == 1, chosen + (first << FIRST_UNIT_BIT), chosen)
         assert error(rest_of(module, given, marked, weights), wanted) <= BOUND, f"{rows} rows from {first} on"
 
 
@@ -103,7 +103,7 @@ def test_the_rest_of_an_expert_does_not_depend_on_the_threads(load: Load) -> Non
     results = list[Tensor]()
     for threads in (1, 2, 3):
         module = load(layer, spec_of(ISAS[0]), threads=threads)
-        index = torch.tensor([[1 + (64 << FIRST_UNIT), 0], [2, 1 + (64 << FIRST_UNIT)]])
+        index = torch.tensor([[1 + (64 << FIRST_UNIT_BIT), 0], [2, 1 + (64 << FIRST_UNIT_BIT)]])
         results.append(rest_of(module, layer.x[:2].bfloat16(), index, torch.ones(2, 2)))
     assert all(torch.equal(one, results[0]) for one in results)
 
@@ -111,7 +111,7 @@ def test_the_rest_of_an_expert_does_not_depend_on_the_threads(load: Load) -> Non
 @pytest.mark.parametrize("spec", [in_blocks("q4_0", "q8_0"), spec_of(ISAS[0])], ids=lambda spec: spec.formats[0])
 def test_rows_that_are_not_finite_stay_so_in_a_part(spec: FusedMoeSpec) -> None:
     module, layer = stored_experts(spec, 4, tokens=4, intermediate=520)
-    first = 64 << FIRST_UNIT
+    first = 64 << FIRST_UNIT_BIT
     x = layer.x[:2].bfloat16()
     x[0, 3] = torch.inf
     index, weights = torch.tensor([[1 + first, 0], [1 + first, 2]]), torch.ones(2, 2)
@@ -126,13 +126,13 @@ def test_units_that_the_kernel_does_not_begin_with_are_refused(load: Load) -> No
     x, weights = layer.x.bfloat16(), torch.ones(1, 2)
     for first in (16, 128, -32):
         with pytest.raises((ValueError, IndexError)):
-            rest_of(module, x, torch.tensor([[1 + (first << FIRST_UNIT), 0]]), weights)
+            rest_of(module, x, torch.tensor([[1 + (first << FIRST_UNIT_BIT), 0]]), weights)
     with pytest.raises(ValueError, match="one expert"):
-        rest_of(module, x, torch.tensor([[1 + (32 << FIRST_UNIT), 2 + (32 << FIRST_UNIT)]]), weights)
+        rest_of(module, x, torch.tensor([[1 + (32 << FIRST_UNIT_BIT), 2 + (32 << FIRST_UNIT_BIT)]]), weights)
     with pytest.raises(ValueError, match="does not say"):
-        rest_of(module, x.repeat(2, 1), torch.tensor([[1 + (32 << FIRST_UNIT), 2], [1, 2]]), weights.repeat(2, 1))
+        rest_of(module, x.repeat(2, 1), torch.tensor([[1 + (32 << FIRST_UNIT_BIT), 2], [1, 2]]), weights.repeat(2, 1))
     with pytest.raises(IndexError, match="expert"), torch.no_grad():
-        module(x, torch.tensor([[1 + (32 << FIRST_UNIT), 0]]), weights)
+        module(x, torch.tensor([[1 + (32 << FIRST_UNIT_BIT), 0]]), weights)
     int8, layer = stored_experts(spec_of(ISAS[0], codes=("int8", 0)), 4)
     with pytest.raises(ValueError, match="from intermediate unit 32"):
-        rest_of(int8, layer.x.bfloat16(), torch.tensor([[1 + (32 << FIRST_UNIT), 0]]), weights)
+        rest_of(int8, layer.x.bfloat16(), torch.tensor([[1 + (32 << FIRST_UNIT_BIT), 0]]), weights)

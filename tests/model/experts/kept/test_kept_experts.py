@@ -45,7 +45,7 @@ from ktc.model.experts.layouts.panels import panels_of
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.products.coded_check import check_addressed
 from ktc.model.experts.references import kept_split
-from ktc.model.experts.references.kept_split import COMPUTED_ELSEWHERE, FIRST_UNIT, WHOLE_SHARE
+from ktc.model.experts.references.kept_split import COMPUTED_ELSEWHERE, FIRST_UNIT_BIT, WHOLE_SHARE
 from ktc.model.experts.streamed.expert_stream import renew_streams
 from ktc.model.experts.streamed.stream_ring import ring_of
 from ktc.model.experts.streamed.stream_sizes import ring_bytes
@@ -239,7 +239,7 @@ def test_one_expert_is_divided_after_those_that_the_bus_reads_whole() -> None:
     addresses, left = kept_split.split(index, table, share, counts, traffic, (1024, 16), Cuts(90, 32))
     divided = 1024 + 4 * 16 + 2  # of nine parts five
     assert addresses.tolist() == [0, 1056, divided, 0, divided, 1056]
-    assert left.tolist() == [[7, -1], [4 + (64 << FIRST_UNIT), 7], [4 + (64 << FIRST_UNIT), -1]]
+    assert left.tolist() == [[7, -1], [4 + (64 << FIRST_UNIT_BIT), 7], [4 + (64 << FIRST_UNIT_BIT), -1]]
     assert traffic.tolist() == [0, 90 + 64, 90 - 64 + 90]
 
 
