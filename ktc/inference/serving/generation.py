@@ -20,9 +20,10 @@ from transformers import DynamicCache
 from ktc.inference.serving.request import End, Request
 from ktc.inference.serving.sampling import NOT_DRAWN, Settings, draw, shared_settings
 from ktc.inference.serving.stock_passes import StockPasses
-from ktc.model.decode_steps.device_feed import HostCopy, sent
+from ktc.model.decode_steps.device_feed import sent
 from ktc.model.hf.processor import on_device
 from ktc.model.hf.stock_model import finds_positions
+from ktc.model.kernels.sent_values import SentValues
 
 
 class Generation:
@@ -117,7 +118,7 @@ class Choice:
     tokens: Tensor
     faults: Mapping[int, Exception]
     states: Sequence[tuple[torch.Generator, Tensor]]
-    copy: HostCopy
+    copy: SentValues
 
     @classmethod
     def begin(cls, generations: Sequence[Generation], logits: Tensor) -> Choice:
@@ -128,7 +129,7 @@ class Choice:
         states = [(one.generator, one.generator.get_state()) for one in generations if one.draws]
         try:
             tokens, faults = _chosen(generations, logits)
-            return cls(tokens, faults, states, HostCopy.begin(tokens))
+            return cls(tokens, faults, states, SentValues(tokens))
         except BaseException:
             _restore(states)
             raise

@@ -23,10 +23,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ktc.model.decode_steps.cuda_graph import CACHE, Begun, DecodeGraphs
-from ktc.model.decode_steps.device_feed import HostCopy, feed
+from ktc.model.decode_steps.device_feed import feed
 from ktc.model.decode_steps.step_ahead import PendingStep, StepAhead, WaitingCriteria
 from ktc.model.decode_steps.step_memory import length_of
 from ktc.model.decode_steps.token_choice import TokenChoice
+from ktc.model.kernels.sent_values import SentValues
 
 OnTokens = Callable[[Tensor], object]  # of the host, (B,)
 
@@ -70,7 +71,7 @@ class _Unread:
     """The tokens behind `step`, and what they end, (B + 2,) on their way to the host."""
 
     step: PendingStep
-    report: HostCopy
+    report: SentValues
 
 
 class RunAhead:
@@ -173,7 +174,7 @@ class RunAhead:
             self._report[batch] = ~self._unfinished.any()
         if impossible is not None:
             self._report[batch + 1] = impossible
-        return _Unread(step, HostCopy.begin(self._report))
+        return _Unread(step, SentValues(self._report))
 
     def _is_over(self, unread: _Unread) -> bool:
         """Wait for a step and its tokens, pass them on, and return whether they end all rows. Raises its errors."""

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from ktc.model.hf.patching import stock_class, with_attributes
+from ktc.model.kernels.sent_values import SentValues
 from ktc.model.loading.compiled_model import CompiledModel
 from ktc.training.trainers.chunked_loss import WholeLogits, causal_model, in_chunks_of_tokens
 from ktc.training.trainers.joined_inputs import Batch, Inputs, rows_of
 from ktc.training.trainers.layer_calls import ModelCall, caller_of, finished, record
 from ktc.training.trainers.own_losses import own_losses_of
 from ktc.training.trainers.private_api import positions_follow, prepared_inputs
-from ktc.training.trainers.sent_values import SentValues
 from ktc.training.trainers.split_layer import CannotStack, SplitLayer
 
 TrainingStep = Callable[..., Tensor]

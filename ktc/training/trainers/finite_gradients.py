@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from ktc.diagnostics import Diagnostic, KtcError
 from ktc.model.experts.trained.peft_wrapper import ExpertsParamWrapper
+from ktc.model.kernels.sent_values import SentValues
 from ktc.training.trainers.checkpoints import last_kept
 from ktc.training.trainers.gradient_norm import total_norm
-from ktc.training.trainers.sent_values import SentValues
 
 
 class GradientCheck:

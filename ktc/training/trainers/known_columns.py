@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ktc.model.experts.private_api import version_of
-from ktc.training.trainers.sent_values import SentValues
+from ktc.model.kernels.sent_values import SentValues
 
 IGNORED: Final = -100  # the label of tokens that are not learned
 _DEVICES: Final = {"cuda"}  # that compute while the host does not wait

@@ -24,8 +24,8 @@ from transformers import Trainer, TrainingArguments, masking_utils
 
 from ktc.foundation.temporary_values import attributes
 from ktc.model.hf.patching import Patch, with_attributes
+from ktc.model.kernels.sent_values import SentValues
 from ktc.training.trainers import gradient_norm
-from ktc.training.trainers.sent_values import SentValues
 
 log = logging.getLogger(__name__)
 __all__ = ["pytree"]  # torch has no public module of nested containers; torch.compile's own inputs go through this one

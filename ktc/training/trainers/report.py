@@ -24,12 +24,12 @@ from ktc.foundation import host, versions
 from ktc.foundation.files import write_file
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.streamed.stream_ring import StreamFigures, rings
+from ktc.model.kernels.sent_values import SentValues
 from ktc.model.linears.lora_linear import FusedLinear
 from ktc.training.trainers import run_report
 from ktc.training.trainers.phases import PhaseClock, StepTimes
 from ktc.training.trainers.private_api import observe_steps
 from ktc.training.trainers.run_report import DeviceMemory, Logged, RunReport, StepTokens
-from ktc.training.trainers.sent_values import SentValues
 
 _PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "datasets")
 _IGNORED = -100

@@ -20,9 +20,9 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 from ktc.foundation.versions import dotted, release
 from ktc.model.hf.patching import with_attributes
+from ktc.model.kernels.sent_values import SentValues
 from ktc.training.trainers.chunked_loss import unit_sum
 from ktc.training.trainers.private_api import add_sft_metrics, package_of, with_all_positions
-from ktc.training.trainers.sent_values import SentValues
 from ktc.training.trainers.trainer import KTrainerMixin
 
 _KNOWN: Final = (1, 16)  # the release of TRL whose `compute_loss` is computed here for several micro-batches

@@ -24,6 +24,7 @@ from ktc.model.experts.gpu.compiled_functions import has_compiler
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.trained import host_factors
 from ktc.model.hf.stock_model import finds_positions
+from ktc.model.kernels.sent_values import SentValues
 from ktc.training.trainers.chunked_loss import causal_model, loss_bytes, reason_for_whole_logits, tokens_of_losses
 from ktc.training.trainers.compiled_parts import CompiledParts
 from ktc.training.trainers.embed_and_head import EmbedAndHead, TrainingStep
@@ -38,7 +39,6 @@ from ktc.training.trainers.phases import PhaseClock
 from ktc.training.trainers.private_api import prepares_inputs_itself, send_to_log, sum_as_logged
 from ktc.training.trainers.random_state import states_of_all
 from ktc.training.trainers.recorded_step import RecordedStep, Recorder
-from ktc.training.trainers.sent_values import SentValues
 from ktc.training.trainers.several_lengths import HiddenPadding, as_batch
 from ktc.training.trainers.split_layer import CannotStack, SplitLayer, fused_in, split_layers
 from ktc.training.trainers.stack_size import (

@@ -25,10 +25,10 @@ from ktc.inference.serving.graph_rows import GraphRows
 from ktc.inference.serving.model_runner import ModelRunner
 from ktc.inference.serving.request import Event, Limits, Request
 from ktc.inference.serving.worker import Worker
-from ktc.model.decode_steps import cuda_graph
 from ktc.model.decode_steps.cuda_graph import DecodeGraphs, StepRecorder
-from ktc.model.decode_steps.device_feed import HostCopy, feed
+from ktc.model.decode_steps.device_feed import feed
 from ktc.model.experts.host.host_node import HostNodes
+from ktc.model.kernels.sent_values import SentValues
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -453,15 +453,15 @@ def test_a_long_answer_moves_its_row_between_steps(family: Any, serve: Any, monk
 def test_a_fault_of_the_choice_waits_for_all_steps(model: Any, serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(model)
     steps, served = serve(model)
-    read, calls = HostCopy.read, [0]
+    read, calls = SentValues.read, [0]
 
-    def failing(copied: HostCopy) -> list[Any]:
+    def failing(copied: SentValues) -> list[Any]:
         calls[0] += 1
         if calls[0] == 4:
             raise RuntimeError("the GPU is lost")
         return read(copied)
 
-    monkeypatch.setattr(HostCopy, "read", failing)
+    monkeypatch.setattr(SentValues, "read", failing)
     served.ask("0", PROMPTS[0], 12, config)
     tokens, end = served.answers.wait("0")
     assert tokens == by_itself(model, PROMPTS[0], config, 12)[:3] and end.error == "RuntimeError: the GPU is lost"
@@ -491,7 +491,7 @@ def test_events_of_an_end_are_not_kept_for_a_later_step(model: Any, serve: Any) 
 
 def test_copies_are_of_the_values_at_their_time() -> None:
     values = torch.tensor([3, 5], device=DEVICE)
-    copied = HostCopy.begin(values)
+    copied = SentValues(values)
     values.add_(1)
     assert copied.read() == [3, 5]
 
@@ -523,7 +523,7 @@ def test_the_reason_against_a_capture_is_that_of_its_first_error(model: Any, cap
         try:
             raise ValueError("it waits for the GPU")
         except ValueError:
-            raise RuntimeError(f"CUDA error: {cuda_graph._BROKEN}")  # noqa: B904 - as the end of a capture does
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")  # noqa: B904
 
     other = copy.copy(model)
     other.decode_graphs = DecodeGraphs(StepRecorder(failing, torch.device(DEVICE).type, None))
