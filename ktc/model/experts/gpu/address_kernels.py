@@ -18,7 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ktc.model.experts.layouts.panel_codes import MOST_PARTS
+
 NO_BIAS: Final = -1
+PARTS: Final = tl.constexpr(MOST_PARTS - 1)  # the bits of an address that have a number of parts
 Side = Literal["rows", "columns"]
 """Of a matrix, that is as long as an expert's intermediate size: rows of gate and up, columns of down."""
 
@@ -60,11 +63,11 @@ def address_of(experts, table, pair, count, TABLE: tl.constexpr):
 @triton.jit
 def beginning_of(place):
     """Return where the expert at an address begins, whole or not."""
-    return place & -16
+    return place & ~PARTS
 
 
 @triton.jit
 def units_of(place, units, step):
-    """Return how many of an expert's units are computed from an address: without a number of parts 16, that is all."""
-    parts = (place & 15).to(tl.int32)
-    return tl.minimum(units, (((parts - 1) & 15) + 1) * step)
+    """Return how many of an expert's units are computed from an address: without a number of parts, that is all."""
+    parts = (place & PARTS).to(tl.int32)
+    return tl.minimum(units, (((parts - 1) & PARTS) + 1) * step)  # 0 counts as `MOST_PARTS`

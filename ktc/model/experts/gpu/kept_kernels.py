@@ -22,16 +22,19 @@ import triton.language as tl
 from torch import Tensor
 
 from ktc.model.experts.gpu.activation_kernels import constants_of_form, function, gated
-from ktc.model.experts.gpu.address_kernels import NO_BIAS, Places, Side, address_of, beginning_of, units_of
+from ktc.model.experts.gpu.address_kernels import NO_BIAS, PARTS, Places, Side, address_of, beginning_of, units_of
 from ktc.model.experts.gpu.coded_kernels import constants_of, panel_sums, row_of
 from ktc.model.experts.layouts.coded_matrices import CodedMatrices, addressed_codes
 from ktc.model.experts.layouts.panel_codes import Cuts, Numbers
+from ktc.model.experts.references.kept_split import FIRST_UNIT_BIT, WHOLE_SHARE
 from ktc.model.kernels.form import ExpertsForm
 from ktc.model.kernels.triton_support import has_gluon
 
 _WORDS: Final[dict[Numbers, str]] = {"int8": "byte", "e4m3": "byte", "bf16": "weight"}  # others are of 16 bits
 _SUMMED: Final = 256  # outputs of a program
 _ACTIVATED: Final = 512
+_WHOLE: Final = tl.constexpr(WHOLE_SHARE)
+_UNIT_BIT: Final = tl.constexpr(FIRST_UNIT_BIT)
 
 
 def split(
@@ -135,17 +138,17 @@ def _split(
     misses = tl.sum(missing, 0)
     parts = (units + step - 1) // step
     most, lead = misses * parts, tl.load(share + 1) * parts
-    over_bus = tl.minimum((most + 1) * tl.load(share) + lead >> 16, most)  # `kept_split.over_bus`
-    over_bus = tl.where((most - over_bus) * 65536 < tl.load(share + 2) * parts, most, over_bus)
+    over_bus = tl.minimum(((most + 1) * tl.load(share) + lead) // _WHOLE, most)  # `kept_split.over_bus`
+    over_bus = tl.where((most - over_bus) * _WHOLE < tl.load(share + 2) * parts, most, over_bus)
     whole, rest, order = over_bus // parts, over_bus % parts, tl.cumsum(missing, 0)
     taken = tl.where(order == whole + 1, rest, 0)
     sent = (missing == 1) & ((order <= whole) | (taken > 0))
     place = tl.where(sent, host + expert.to(tl.int64) * nbytes + taken, kept)
     address = tl.sum(tl.where(is_of == 1, place[None, :], 0), 1)
     tl.store(addresses + pair, address, mask=is_pair)
-    is_wrong = (chosen < 0) | (chosen >> 32 != 0)  # an error of the CPU's, as any other wrong number
+    is_wrong = (chosen < 0) | (chosen >> _UNIT_BIT != 0)  # an error of the CPU's, as any other wrong number
     for_cpu = tl.where(is_wrong, experts.to(tl.int64), chosen)
-    later = tl.where((address & 15) != 0, chosen + ((address & 15) * step << 32), -1)
+    later = tl.where((address & PARTS) != 0, chosen + ((address & PARTS) * step << _UNIT_BIT), -1)
     tl.store(left + pair, tl.where(address != 0, later, for_cpu), mask=is_pair)
     tl.store(counts + expert, tl.load(counts + expert, mask=known, other=0) + is_chosen, mask=known)
     hits, by_bus = tl.sum(is_chosen, 0) - misses, whole * units + rest * step
