@@ -50,9 +50,8 @@ from ktc.training.trainers.stacking import Stacker, StackMode, reason_against
 from ktc.training.trainers.trained_parameters import TrainedParameters, cleared_by, parameters_of
 
 TRIED = frozenset({"SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"})  # TRL's that tests run
-_KNOWN_STEPS = frozenset(
-    {"transformers", "trl"}
-)  # packages whose `training_step` leaves gradients as backward wrote them
+# Packages whose `training_step` leaves gradients as backward wrote them.
+_KNOWN_STEPS = frozenset({"transformers", "trl"})
 _KNOWN_REASONS = {"RewardTrainer": "a reward model has its own head, and a compiled model is a causal LM"}
 
 
